@@ -78,7 +78,7 @@ class RecordedGroup:
     def open_store(self) -> dist.Store:
         return dist.HashStore()
 
-    def open_memory(self, timeout: float) -> Any:
+    def open_memory(self, timeout: float, members: Any = None) -> Any:
         return self.memory
 
 

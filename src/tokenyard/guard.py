@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -52,9 +53,10 @@ class Guard:
         """
         self.queue.run(lambda: None)
         if self.failure is None:
-            report = self.engine.failure()
-            if report is not None:
-                self.fail(report.to(self.config.rank, "recover()"))
+            with suppress(PeerTimeout):  # it is kept
+                report = self.make("recover()", self.engine.failure)
+                if report is not None:
+                    self.fail(report.to(self.config.rank, "recover()"))
         return self.failure
 
     def fail(self, error: RuntimeError) -> None:

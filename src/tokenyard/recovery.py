@@ -17,6 +17,7 @@ from tokenyard.admission import accept, check_name, invite
 from tokenyard.arguments import LARGEST, check_device, check_timeout, check_whole, whole
 from tokenyard.calls import Calls
 from tokenyard.config import Config
+from tokenyard.engines.known import COLLECTIVE
 from tokenyard.engines.select import Choice, over_gloo
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerTimeout, RankExpelled, afresh
 from tokenyard.redirect import Redirect, check_replicas
@@ -94,6 +95,7 @@ class Recoverable:
                 table = check_replicas(replicas, self.config.num_experts)
         except ValueError as error:
             refusal = str(error)
+        self._calls.engine.drain()
         lost = failure.rank if isinstance(failure, PeerTimeout) else -1
         members = self._settle(store, Vote(lost, refusal, str(_rows_of(table) or "")))
         self._replicas = table
@@ -150,6 +152,12 @@ class Recoverable:
         self._calls.check_open()
         self._calls.queue.run(lambda: None)
         store, config = self._check_engine(), self.config
+        if self.engine != COLLECTIVE:
+            raise NotSupported(
+                f"engine {self.engine!r} cannot admit a process: torch counts what processes have "
+                f"mapped, and a new one has mapped nothing; make a new ExpertParallel on a new "
+                f"group, or use engine 'collective'"
+            )
         check_name(at)
         if whole(rank) not in config.absent:
             raise ValueError(

@@ -43,6 +43,7 @@ import torch.distributed as dist
 from tokenyard.errors import RankExpelled, StoreLost
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.memory.meeting import POLL
+from tokenyard.memory.store import clock_of
 
 GRACE = 0.5
 """Seconds that a rank which is taken for dead is given to show that it is not."""
@@ -84,6 +85,8 @@ def settle(
         StoreLost: the store does not answer.
         KeyboardInterrupt: this rank takes no further part in the verdict.
     """
+    if clock_of(store)[2]:  # there only one thread may run
+        return _vote(store, rank, members, timeout, vote, lambda: None)
     answered, ended, aside = [time.monotonic()], threading.Event(), Aside()
 
     def pulse() -> None:
@@ -122,13 +125,14 @@ def _vote(
 ) -> dict[int, Vote]:
     store.compare_set(f"vote/{rank}", "", json.dumps(vote))
     votes: dict[int, Vote] = {}
-    deadline, silent_since, pause = time.monotonic() + timeout, None, 0.0005
+    clock, sleep, _ = clock_of(store)
+    deadline, silent_since, pause = clock() + timeout, None, 0.0005
     while not store.check(["verdict"]):
         pulse()
         for peer in members:
             if peer not in votes and store.check([f"vote/{peer}"]):
                 votes[peer] = Vote.read(store.get(f"vote/{peer}"))
-        now = time.monotonic()
+        now = clock()
         missing = [peer for peer in members if peer not in votes]
         silent = _are_silent(store, missing, {each.lost for each in votes.values()})
         silent_since = (silent_since or now) if silent else None
@@ -136,7 +140,7 @@ def _vote(
         if over or (silent_since is not None and now - silent_since >= GRACE):
             store.compare_set("verdict", "", " ".join(map(str, sorted(votes))))
             continue
-        time.sleep(pause)
+        sleep(pause)
         pause = min(2 * pause, POLL)
     words = store.get("verdict").decode().split()
     survivors = [peer for peer in members if str(peer) in words]

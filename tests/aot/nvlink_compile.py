@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ MAIN = (
     r"FLAT exact (?!.*(POW2|float32|cached FP8|in place FP8_)).*@132",
     r"EXPERT_MAJOR exact (plan|fresh bf16|fresh fp8|cached bf16|back|back weighted) @132",
     r"EXPERT_PADDED static fresh FP8 @132",
-    r"(int32 ids, no weights|refusal) @132",
+    r"(int32 ids, no weights|refusal|a rank is gone) @132",
     r"FLAT exact (fresh bf16|fresh in place bf16|back|back in place) @(24|8)",
     r"EXPERT_MAJOR exact back @24",
     r"FLAT exact back in place float32 @132",
@@ -205,6 +206,9 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         engine.dispatch(plain, idx.int(), None, Spec(layout=Layout.FLAT, exact=True), None)
         label("refusal")
         engine.refuse(COMBINE, True, "")
+        label("a rank is gone")
+        left = replace(config, absent=(1,))
+        NvlinkEngine(left, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures)
     return memory.launches
 
 

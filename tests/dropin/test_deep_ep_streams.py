@@ -129,7 +129,7 @@ class Group:
     def open_store(self) -> Any:
         raise AssertionError
 
-    def open_memory(self, timeout: float) -> Any:
+    def open_memory(self, timeout: float, members: Any = None) -> Any:
         raise AssertionError
 
 

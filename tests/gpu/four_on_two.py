@@ -121,8 +121,8 @@ class SplitGroup(VirtualGroup):
     def device(self) -> torch.device:
         return self.split.devices[self.rank()]
 
-    def open_memory(self, timeout: float) -> VirtualMemory:
-        memory = VirtualMemory(self, timeout)
+    def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> VirtualMemory:
+        memory = VirtualMemory(self, timeout, members)
         memory._kernels = self.split.loaded[self.device]  # pyright: ignore[reportPrivateUsage]
         return memory
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from typing import Any
+
 import torch
 import torch._dynamo  # a second, here instead of in every rank
 import torch.distributed as dist
@@ -54,7 +56,7 @@ class SharedGroup:
     def open_store(self) -> dist.Store:
         return dist.PrefixStore("object", self._memory._meeting._store)
 
-    def open_memory(self, timeout: float) -> SharedMemory:
+    def open_memory(self, timeout: float, members: Any = None) -> SharedMemory:
         return self._memory
 
 

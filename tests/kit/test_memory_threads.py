@@ -98,6 +98,38 @@ def test_a_stuck_rank_is_shown_not_waited_for() -> None:
         release.set()
 
 
+def test_members_of_more_ranks_meet() -> None:
+    """Nobody waits for rank 1; errors name ranks, not places."""
+    store, gate = dist.HashStore(), Gate(3, [0, 2])
+
+    def body(rank: int, _: Gate) -> list[Any]:
+        if rank == 1:
+            return []
+        meeting = Meeting(store, rank, [0, 2], 10.0)
+        found: list[Any] = [meeting.exchange("the test", str(rank))]
+        found.append(gate.meet(rank, "the test", 10, 10 * rank))
+        for call in (
+            lambda: meeting.same_size(16 + 16 * rank),
+            lambda: meeting.attempt("making it", fail if rank == 2 else int),
+        ):
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                call()
+            found.append(str(caught.value))
+        if rank == 0:
+            with pytest.raises(PeerTimeout) as late:
+                gate.meet(0, "the end", 0.05)
+            found.append(late.value.rank)
+        return found
+
+    def fail() -> int:
+        raise OSError("no room")
+
+    sizes = "ranks ask for regions of different sizes: rank 0 16 bytes, rank 2 48"
+    failed = "making it failed on rank 2: no room"
+    want = [["0", "2"], [0, None, 20], sizes, failed]
+    assert together(3, body) == [[*want, 2], [], want]
+
+
 def test_meetings_through_a_store() -> None:
     store = dist.HashStore()
 

@@ -325,6 +325,38 @@ LIES = {
 """What rank 1 tells the others, by name."""
 
 
+STAND_IN = {
+    "stand-in: a call without its tag": mutation(
+        "wrong epoch", "stand_in", drop("tl.store(tag_of(...), ...)", "join_call_kernel")
+    ),
+    "stand-in: a plan in the other half": mutation(
+        "wrong epoch",
+        "stand_in",
+        rewrite("(call_ % 2).to(tl.int32)", "((call_ + 1) % 2).to(tl.int32)", "join_plan_kernel"),
+    ),
+    "stand-in: nothing in place": mutation(
+        "last chunk", "stand_in", drop("raise_to(done_of(...), ...)", "join_call_kernel")
+    ),
+    "stand-in: a tag in the other half": mutation(
+        "wrong epoch",
+        "stand_in",
+        rewrite("(call_ % 2).to(tl.int32)", "((call_ + 1) % 2).to(tl.int32)", "join_call_kernel"),
+    ),
+    "stand-in: a plan without a header": mutation(
+        "wrong row", "stand_in", drop("tl.store(_, said_[None, :] + _, ...)", "join_plan_kernel")
+    ),
+    "stand-in: a plan without its tag": mutation(
+        "wrong epoch", "stand_in", drop("tl.store(_ + 1, ...)", "join_plan_kernel")
+    ),
+    "stand-in: one call behind": mutation(
+        "wrong epoch",
+        "stand_in",
+        rewrite("call_ + 1 + none_", "call_ + none_", "join_call_kernel"),
+    ),
+}
+"""Of what survivors write for ranks that are gone: ``recover_simulated.bug`` shows them."""
+
+
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, engines launch kernels with the bug ``name``; "" for copies without one."""
-    return mutated((MUTATIONS | LIES)[name] if name else None)
+    return mutated((MUTATIONS | LIES | STAND_IN)[name] if name else None)

@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import subprocess
+from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from recovering import (
 )
 from run import command
 from tokenyard import recovery
+from tokenyard.engines import select
 from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.survivors import settle
 from tokenyard.testing import Ranks, distributed_test
@@ -99,6 +102,27 @@ def test_a_rank_that_freezes_is_left_behind_at_every_step(ranks: Ranks) -> None:
                 os.kill(int(store.get(f"pid/{at}")), signal.SIGCONT)
         meet_left(ranks, f"over/{at}", everybody)
         ep.close()
+
+
+@distributed_test(world_size=3)
+def test_what_nvshmem_cannot_do_gloo_can(ranks: Ranks) -> None:
+    """Engine twolevel, whose nodes NVSHMEM joins, goes on through host memory. (Here another engine
+    failed.)
+    """
+    ep = object_of(ranks, 600.0)
+    memory: Any = SimpleNamespace(ranks_per_node=1, device=torch.device("cpu"))
+    others = partial(select._with_others, None, select.Request("twolevel"), memory)  # pyright: ignore
+    ep._choice = ep._choice._replace(again=others)  # pyright: ignore
+    if ranks.rank == 1:
+        ep.close()
+        return
+    assert isinstance(error_of(ep.warmup), ty.PeerLost)
+    assert ep.recover() == [0, 2]
+    assert ep.why.startswith("collective: 2 of 3 ranks over a gloo mesh")
+    assert ep.why.endswith("not twolevel: NVSHMEM cannot lose a rank")
+    ten_good_calls(ranks, ep, (1,))
+    meet_left(ranks, "over", [0, 2])
+    ep.close()
 
 
 @distributed_test(world_size=3)

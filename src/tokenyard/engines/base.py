@@ -135,6 +135,12 @@ class Engine(Protocol):
         """This rank has left a call in the middle: tell the others why, and end their waits."""
         ...
 
+    def drain(self) -> None:
+        """A call has failed, and none follows: return when nothing of this rank's calls runs any
+        more. PeerTimeout: it does not end.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of everything held."""
         ...

@@ -81,8 +81,7 @@ class FailureReports:
 
         def tell() -> None:
             self._store.set(f"failure/{self._rank}", f"{failed_rank} {text}")
-            if self._aside is not None:
-                self._store.compare_set("failed", "", str(self._rank))
+            self._store.compare_set("failed", "", str(self._rank))
 
         self._ask(tell, None, self._grace)
 

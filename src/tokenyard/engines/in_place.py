@@ -79,12 +79,15 @@ class InPlaceBuffers:
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
+    def regions(self) -> list[Region]:
+        return [*self._buffer, *self._receive_buffer]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(each.local.numel() for each in (*self._buffer, *self._receive_buffer))
+        return sum(each.local.numel() for each in self.regions)
 
     def close(self, why: str) -> None:
-        """Tell the others, end the life of all tensors given, and let go of the memory."""
-        self._monitor.close()
+        """End the life of all tensors given, and let go of the memory."""
         self.expire(why)
         self._buffer.clear()
         self._receive_buffer.clear()

@@ -11,17 +11,19 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
-from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.failures import FailureReports, Report
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
+from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, make_plan
+from tokenyard.kernels.stand_in import bind_stand_ins
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -57,6 +59,7 @@ class PeerEngine(Engine):
         self.config, self.stats, self._memory = config, stats, memory
         make_workspace, make_monitor = self._parts
         self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
+        self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
         self._in_place = InPlaceBuffers(config, self._workspace, self.binders, self._monitor)
         self._outputs = Outputs(config, memory.device)
@@ -120,14 +123,28 @@ class PeerEngine(Engine):
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
 
+    def failure(self) -> Report | None:
+        return self._monitor.failure()
+
     def interrupt(self, text: str) -> None:
         self._monitor.interrupt(text)
 
+    def drain(self) -> None:
+        self._monitor.drain()
+        if self._memory.ranks_per_node:  # NVSHMEM frees nothing without all ranks
+            keep_for_ever([self._workspace.__dict__.get("region"), *self._in_place.regions])
+        # what other ranks still write to lasts as long as they map it
+        self._let_go("this view of symmetric memory ended with recover()")
+
     def close(self) -> None:
-        self._in_place.close("this view of symmetric memory is gone: its ExpertParallel is closed")
+        self._monitor.close()
+        self._let_go("this view of symmetric memory is gone: its ExpertParallel is closed")
+
+    def _let_go(self, why: str) -> None:
+        self._in_place.close(why)
         self._memory.close()
         self._signatures.clear()
-        del self._workspace.region
+        self._workspace.__dict__.pop("region", None)
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any

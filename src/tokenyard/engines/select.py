@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from textwrap import shorten
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from tokenyard.engines.known import (
     BETWEEN_NODES,
     COLLECTIVE,
     LOW_LATENCY,
+    NVLINK,
     ON_KERNELS,
     TWOLEVEL,
 )
@@ -56,6 +57,9 @@ class Request(NamedTuple):
         room = most_sms - min(self.spare_sms or 0, most_sms // 2)
         num_sms = min(self.num_sms or room, room)
         return num_sms, num_sms == room
+
+
+Again: TypeAlias = "Callable[[Request, Config, dist.Store], Choice]"
 
 
 class Choice(NamedTuple):
@@ -93,9 +97,7 @@ def choose(
                 "engine 'collective' needs a torch.distributed group; ranks of one process have "
                 "engines 'nvlink', 'twolevel' and 'low_latency'"
             )
-        memory = group.open_memory(config.timeout)
-        why = f"{config.world_size} ranks in one process, on {memory.device}"
-        return _on_kernels(memory, store, memory.num_sms, config, request, why)
+        return _in_one_process(group, request, config, store)
     gpu = _gpu(group, request.device)
     obstacle, most_sms, apart = "not asked for", 0, False
     if request.engine != COLLECTIVE:
@@ -106,8 +108,7 @@ def choose(
             f"engine {request.engine!r} cannot work here: {obstacle}; engine 'collective' can"
         )
     if request.engine != COLLECTIVE and not obstacle and gpu is not None:
-        memory, why = _cuda_memory(group, store, config, gpu, request, apart)
-        return _on_kernels(memory, store, most_sms, config, request, why)
+        return _on_gpus(group, gpu, most_sms, apart, request, config, store)
     found = _collective(group, store, config, request)
     if request.engine == AUTO and gpu is not None:
         return found._replace(why=f"{found.why}; not nvlink: {shorten(obstacle, 600)}")
@@ -117,6 +118,43 @@ def choose(
 # Engines with one-sided kernels
 
 
+def _in_one_process(
+    group: MemoryGroup, request: Request, config: Config, store: dist.Store | None
+) -> Choice:
+    memory = group.open_memory(config.timeout, config.members)
+    why = f"{_number_of(config)} ranks in one process, on {memory.device}"
+    again = partial(_in_one_process, group)
+    return _on_kernels(memory, store, memory.num_sms, config, request, why, again)
+
+
+def _on_gpus(
+    group: dist.ProcessGroup | None, gpu: torch.device, most_sms: int, apart: bool,
+    request: Request, config: Config, store: dist.Store | None,
+) -> Choice:  # fmt: skip
+    memory, why = _cuda_memory(group, store, config, gpu, request, apart)
+    again = partial(_on_gpus, group, gpu, most_sms, apart)
+    return _on_kernels(memory, store, most_sms, config, request, why, again)
+
+
+def _number_of(config: Config) -> str:
+    """How many of the ranks there are, of how many."""
+    left = f"{len(config.members)} of " if config.absent else ""
+    return f"{left}{config.world_size}"
+
+
+def _with_others(
+    again: Again, request: Request, memory: SymmetricMemory, config: Config, store: dist.Store
+) -> Choice:
+    """What an engine with rings on ``memory`` becomes in another epoch."""
+    if config.absent and memory.ranks_per_node:
+        found = over_gloo(memory.device, request.no_grid, config, store)
+        return found._replace(why=f"{found.why}; not twolevel: NVSHMEM cannot lose a rank")
+    if config.absent and request.engine == TWOLEVEL:  # nvlink needs more programs
+        least = max(request.num_sms, 2 * config.world_size) if request.num_sms else None
+        request = request._replace(engine=NVLINK, num_sms=least)
+    return again(request, config, store)
+
+
 def _on_kernels(
     memory: SymmetricMemory,
     store: dist.Store | None,
@@ -124,7 +162,9 @@ def _on_kernels(
     config: Config,
     request: Request,
     why: str,
+    again: Again,
 ) -> Choice:
+    """``again``: the same in another epoch."""
     num_sms, all_sms = request.sms(most_sms)
     if request.engine == LOW_LATENCY:
         from tokenyard.engines.low_latency import LowLatencyEngine
@@ -152,7 +192,8 @@ def _on_kernels(
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
 
     make = partial(engine, config, memory, tuning=tuning, buffer_bytes=num_bytes, failures=failures)
-    return Choice(make, memory.device, f"{engine.name}: {why}")
+    others = partial(_with_others, again, request, memory)
+    return Choice(make, memory.device, f"{engine.name}: {why}", others)
 
 
 def _grid(config: Config, request: Request) -> Topology:
@@ -237,7 +278,8 @@ def _cuda_memory(
     if puts and several and grid is not None and nvshmem.is_available():
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
-    return CudaMemory(*place, store=part), f"{config.world_size} GPUs that map each other's memory"
+    memory = CudaMemory(*place, store=part, members=config.members)
+    return memory, f"{_number_of(config)} GPUs that map each other's memory"
 
 
 def _common_obstacle(
@@ -320,8 +362,7 @@ def over_gloo(
 ) -> Choice:
     """Engine collective over a mesh of its own, of the members of ``config``. Collective."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
-    left = f"{len(config.members)} of " if config.absent else ""
-    why = f"{left}{config.world_size} ranks over a gloo mesh of their own, through host memory"
+    why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
     make = partial(CollectiveEngine, config, transport)
     again = partial(over_gloo, device, no_grid)
     return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)

@@ -13,7 +13,7 @@ import torch
 from tokenyard import header as head
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
-from tokenyard.engines.failures import ADVICE, LOOK, FailureReports
+from tokenyard.engines.failures import ADVICE, LOOK, FailureReports, Report
 from tokenyard.engines.rings import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
@@ -210,6 +210,31 @@ class StatusMonitor:
         while not begun.wait(SLICE):
             self._raise_if_told()
         begun.result()
+
+    def drain(self) -> None:
+        """End the waits of this rank's kernels, and wait for the device."""
+        self._stop()
+        memory, timeout, aside = self._workspace.memory, self._config.timeout, Aside()
+        memory.settle()
+        if self._on_gpu:
+            begun = aside.start(partial(torch.cuda.synchronize, memory.device))
+            aside.close()  # it ends behind the call
+            deadline = time.monotonic() + timeout
+            while not begun.wait(SLICE):
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(
+                        f"rank {self._config.rank} waited {timeout} s in recover() for its GPU, "
+                        f"which another library's kernels keep: if they wait for the rank that is "
+                        f"gone, abort them (torch.distributed: abort the process group)"
+                    )
+            begun.result()
+
+    def failure(self) -> Report | None:
+        """The report of the first rank that gave up, if any did. Raises if a kernel of this rank
+        has.
+        """
+        self.raise_if_failed()
+        return self._failures.first()
 
     def _raise_if_told(self) -> None:
         """Raise if another rank has given up: it will not come, and kernels would wait in vain."""

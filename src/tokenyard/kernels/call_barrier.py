@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, given_up, lacking, note_call,
     wait_for_all, words,
@@ -114,4 +115,5 @@ def bind_call_barrier(workspace: Any) -> Callable[..., None]:
 
 def launch_call_barrier(launch: Callable[..., None], workspace: Any, tag: int) -> None:
     """Launch what :func:`bind_call_barrier`, or that of engine twolevel, made."""
+    stand_in(workspace, tag)
     launch(workspace.peers, workspace.state_at, tag)

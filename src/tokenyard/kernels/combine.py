@@ -34,6 +34,7 @@ from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, out_bound, peer_base, place_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Peers, RingLayout, RowConstants, row_constants
 from tokenyard.kernels.sync import (
     ON_ROOM, ON_ROWS, RANK, add_release, given_up, lacking, wait_at_least, wait_for_all, words,
@@ -386,4 +387,5 @@ def combine_rows(
     tag: int, num_tokens: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_combine`, or that of engine twolevel, made."""
+    stand_in(workspace, tag)
     launch(workspace.peers, workspace.state_at, plan, parts, sums, tag, num_tokens)

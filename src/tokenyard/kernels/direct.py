@@ -45,6 +45,7 @@ from tokenyard.kernels.region import (
     peer_base,
     place_of,
 )
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
     Batch,
     Cast,
@@ -307,6 +308,7 @@ def write_in_place(
     tag: int, num_tokens: int, scales_at: int, metadata_at: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_direct`, or that of engine twolevel, made."""
+    stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, buffers, payload, tag, num_tokens, scales_at,
         metadata_at,

@@ -45,6 +45,7 @@ from tokenyard.kernels.region import (
     block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of,
     taken_from,
 )  # fmt: skip
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
     Batch, Cast, Payload, Peers, Result, RingLayout, Routing, RowConstants, Rows, Strides,
     row_constants, strides_in_memory, strides_in_slots,
@@ -391,6 +392,7 @@ def dispatch_rows(
     tag: int, num_tokens: int, num_experts: int, num_rows: int, forced: bool = False,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_dispatch` made, or engine twolevel's. Structs hold addresses."""
+    stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, payload, result, tag, num_tokens, num_experts,
         num_rows, int(forced),

@@ -43,6 +43,7 @@ from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
 )  # fmt: skip
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Grid, Routing
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
@@ -358,6 +359,7 @@ def make_plan(
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_plan` made. ``nonce``: what the host waits for. ``most_rows``: that a
     rank may announce. ``num_rows``: that the result has room for."""
+    stand_in(workspace, tag, plan=True)
     launch(
         picks, workspace.peers, workspace.state_at, workspace.scratch_at, plan, outputs,
         workspace.header_in_at, workspace.header_out_at, nonce, tag, num_tokens, num_experts,

@@ -46,6 +46,7 @@ from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
 )  # fmt: skip
+from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Peers, RowConstants, row_constants
 from tokenyard.kernels.sync import (
     ON_RECEIVE_BUFFER, RANK, given_up, lacking, raise_release, wait_for_all, words
@@ -265,6 +266,7 @@ def push_rows(
     sums: Sums, tag: int, num_tokens: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_push` made."""
+    stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, receive_buffers, rows, sums.bias0, sums.bias1,
         sums.rows, tag, num_tokens,

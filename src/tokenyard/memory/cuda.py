@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors,
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.symmetric import Region
 
+_GROUPS = count()
 _HELD: list[Any] = []
 """What was closed while a graph was captured or kernels could run; kept for ever."""
 
@@ -78,6 +80,7 @@ class CudaMemory(DeviceMemory):
         timeout: seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: multiprocessors that kernels may fill (default: all of the device).
         store: part of a store for this object alone; may be None if this process is alone.
+        members: the ranks that there are (default: all). Fewer need no group.
     """
 
     def __init__(
@@ -89,14 +92,16 @@ class CudaMemory(DeviceMemory):
         timeout: float,
         num_sms: int | None = None,
         store: dist.Store | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._members = range(world_size) if members is None else members
         everything, capability = multiprocessors(device), torch.cuda.get_device_capability(device)
         self.num_sms: int = num_sms or everything
         self.early = self.num_sms == everything and capability >= (9, 0)
         super().__init__(device, kernels_of(device.index, self.num_sms))
-        self._group = group
-        self._meeting = Meeting(store or dist.HashStore(), rank, world_size, timeout)
+        self._group, self._store = group, store or dist.HashStore()
+        self._meeting = Meeting(self._store, rank, self._members, timeout)
 
     def allocate(self, num_bytes: int) -> Region:
         """See :class:`SymmetricMemory`. RuntimeError: a GPU cannot map a peer's memory, or memory
@@ -113,10 +118,12 @@ class CudaMemory(DeviceMemory):
 
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """This rank's part and where every rank's part is."""
-        if self._group is None or self.world_size == 1:
+        pointers = [0] * self.world_size
+        if len(self._members) == 1:
             alone = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             self._kept.append(alone)
-            return alone, [alone.data_ptr()]
+            pointers[self.rank] = alone.data_ptr()
+            return alone, pointers
         symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         # Not symm.empty: its pool would keep the memory after close, and may place a region
         # differently on each rank.
@@ -125,16 +132,42 @@ class CudaMemory(DeviceMemory):
             f"allocating {num_bytes} bytes of symmetric memory",
             partial(make, (num_bytes,), (1,), torch.uint8, self.device),
         )
-        handle: Any = symmetric.rendezvous(local, self._group)
+        if len(self._members) == self.world_size:
+            handle: Any = symmetric.rendezvous(local, self._group)
+        else:
+            handle = self._rendezvous(symmetric._SymmetricMemory.rendezvous, local)
         views: list[Tensor] = [
-            handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.world_size)
+            handle.get_buffer(place, (num_bytes,), torch.uint8)
+            for place in range(len(self._members))
         ]
-        pointers = [view.data_ptr() for view in views]
+        for rank, view in zip(self._members, views, strict=True):
+            pointers[rank] = view.data_ptr()
         if pointers[self.rank] != local.data_ptr():
             where = "this rank's region where the tensor is"
             raise RuntimeError(f"torch's symmetric memory does not map {where}")
         self._kept += [local, handle, views]
         return local, pointers
+
+    def _rendezvous(self, meet: Callable[[Tensor, str], Any], local: Tensor) -> Any:
+        """Map the memory of the members, who have no process group of their own: torch asks one
+        for ranks and store only, or (older versions) what it was told of the group's name.
+        """
+        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+        rank, size = list(self._members).index(self.rank), len(self._members)
+        store = dist.PrefixStore("members", self._store)
+        name = f"tokenyard/{next(_GROUPS)}"  # torch takes no second group of a name
+        group = c10d.ProcessGroup(store, rank, size)
+        c10d._register_process_group(name, group)
+        try:
+            try:
+                return meet(local, name)
+            except RuntimeError as error:
+                if "no group info" not in str(error):
+                    raise
+                c10d._SymmetricMemory.set_group_info(name, rank, size, store)
+                return meet(local, name)
+        finally:
+            c10d._unregister_process_group(name)
 
     def gate(self) -> None:
         """Nothing: ranks are processes, and no launch of one blocks another's."""

@@ -99,16 +99,18 @@ class Meeting:
     """Numbered meetings of all ranks of one object; every rank holds them in the same order. No
     rank goes on while another gives up (:class:`Round`).
 
-    The ``store`` is seen by exactly these ranks, or a prefix that belongs to this object. A rank is
-    waited for ``timeout`` seconds.
+    The ``store`` is seen by exactly these ``ranks`` (a number of them, or which), or a prefix that
+    belongs to this object. A rank is waited for ``timeout`` seconds.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._number = 0
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int | Sequence[int], timeout: float
+    ) -> None:
+        self._store, self._rank, self._timeout, self._number = store, rank, timeout, 0
+        self._ranks = range(ranks) if isinstance(ranks, int) else ranks
 
     def exchange(self, what: str, text: str = "") -> list[str]:
-        """Everybody's ``text`` by rank. ``what`` says in errors what the ranks meet for.
+        """Everybody's ``text`` in rank order. ``what`` says in errors what the ranks meet for.
 
         Raises:
             PeerTimeout: a rank did not come within the timeout, or another rank gave up before this
@@ -117,7 +119,7 @@ class Meeting:
         """
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)
-        return Round(part, self._rank, self._world_size).come(what, text, self._timeout)
+        return Round(part, self._rank, self._ranks).come(what, text, self._timeout)
 
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
         """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are
@@ -145,7 +147,7 @@ class Meeting:
             raise PeerTimeout(text, lost.rank) from mine
         if isinstance(mine, RuntimeError):
             raise mine
-        failed = {peer: text for peer, text in enumerate(texts) if text}
+        failed = {peer: text for peer, text in zip(self._ranks, texts, strict=True) if text}
         if failed:
             made.clear()
             peer = self._rank if mine is not None else min(failed)
@@ -160,7 +162,7 @@ class Meeting:
             text.split(" ", 1)
             for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")
         ]
-        check_sizes([int(size) for size, _ in everybody])
+        check_sizes([int(size) for size, _ in everybody], self._ranks)
         return [word for _, word in everybody]
 
 
@@ -198,11 +200,14 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     return True
 
 
-def check_sizes(sizes: list[int]) -> None:
-    """Raise ``ValueError`` unless all ranks ask for one multiple of 16 bytes that is allowed."""
-    for peer, size in enumerate(sizes):
+def check_sizes(sizes: list[int], ranks: Sequence[int] | None = None) -> None:
+    """Raise ``ValueError`` unless all ``ranks`` (default: from 0 on) ask for one multiple of 16
+    bytes that is allowed.
+    """
+    ranks = range(len(sizes)) if ranks is None else ranks
+    for peer, size in zip(ranks, sizes, strict=True):
         if size != sizes[0]:
-            both = f"rank 0 {sizes[0]} bytes, rank {peer} {size}"
+            both = f"rank {ranks[0]} {sizes[0]} bytes, rank {peer} {size}"
             raise ValueError(f"ranks ask for regions of different sizes: {both}")
     if sizes[0] <= 0 or sizes[0] % 16:
         raise ValueError(f"num_bytes ({sizes[0]}) must be a positive multiple of 16")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -60,26 +60,26 @@ class VirtualWorld:
         self.num_sms = max(1, multiprocessors(device) // world_size)
         self.kernels = Kernels(device, self.num_sms)
         self._gates: dict[str, Gate] = {}
-        self._closed: dict[int, list[list[Tensor]]] = {}
+        self._closed: dict[str, list[list[Tensor]]] = {}
         self._lock = threading.Lock()
         self._lost: dict[int, str] = {}
 
-    def gate(self, name: str) -> Gate:
-        """The gate called so; the first to ask makes it."""
+    def gate(self, name: str, members: Sequence[int] | None = None) -> Gate:
+        """The gate called so; the first to ask makes it, for ``members`` (default: all ranks)."""
         with self._lock:
             if name not in self._gates:
-                self._gates[name] = Gate(self.world_size)
+                self._gates[name] = Gate(self.world_size, members)
                 for rank, why in self._lost.items():
                     self._gates[name].lose(rank, why)
             return self._gates[name]
 
-    def retire(self, number: int, kept: list[Tensor]) -> None:
-        """Keep what a rank no longer needs of its object ``number`` until every rank says so."""
+    def retire(self, name: str, kept: list[Tensor], members: Sequence[int]) -> None:
+        """Keep what a rank no longer needs of the memory called so until all ``members`` say so."""
         with self._lock:
-            closed = self._closed.setdefault(number, [])
+            closed = self._closed.setdefault(name, [])
             closed.append(kept)
-            if len(closed) == self.world_size:
-                del self._closed[number]
+            if len(closed) == len(members):
+                del self._closed[name]
 
     def lose(self, rank: int, why: str) -> None:
         """``rank``'s thread has ended."""
@@ -113,14 +113,9 @@ class VirtualGroup:
         """The part of the store in which constructions meet."""
         return dist.PrefixStore("objects", self.world.store)
 
-    def open_memory(self, timeout: float) -> VirtualMemory:
-        """Memory for one more object."""
-        return VirtualMemory(self, timeout)
-
-    def open_gate(self) -> Gate:
-        """A gate for one more object: the n-th one, on every rank."""
-        self.opened += 1
-        return self.world.gate(f"object/{self.opened}")
+    def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> VirtualMemory:
+        """Memory for one more object, or for the ``members`` of one that recovers."""
+        return VirtualMemory(self, timeout, members)
 
 
 class VirtualMemory(DeviceMemory):
@@ -130,22 +125,28 @@ class VirtualMemory(DeviceMemory):
 
     shared_gpu = True
 
-    def __init__(self, group: VirtualGroup, timeout: float) -> None:
+    def __init__(
+        self, group: VirtualGroup, timeout: float, members: Sequence[int] | None = None
+    ) -> None:
         self.rank, self.world_size = group.rank(), group.size()
+        self._members = range(self.world_size) if members is None else members
         super().__init__(group.device, group.world.kernels)
         self.num_sms = group.world.num_sms
         self._timeout = timeout
-        self._world, self._number = group.world, group.opened
-        self._gate = group.open_gate()
+        group.opened += 1  # the n-th one, on every rank
+        self._world, self._name = group.world, f"object/{group.opened}"
+        self._gate = group.world.gate(self._name, members)
 
     def allocate(self, num_bytes: int) -> Region:
         """See :class:`SymmetricMemory`."""
         # Past this meeting all ranks have launched what they had to launch, so the allocator may
         # wait for the GPU.
-        check_sizes(self._meet("allocating symmetric memory", num_bytes))
+        sizes = self._meet("allocating symmetric memory", num_bytes)
+        check_sizes([sizes[rank] for rank in self._members], self._members)
         local = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
         pointers = self._meet("the zeroing of symmetric memory", local.data_ptr())
+        pointers = [pointer or 0 for pointer in pointers]
         addresses = torch.tensor(pointers, dtype=torch.int64, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
         self._meet("the end of allocating symmetric memory")
@@ -169,7 +170,7 @@ class VirtualMemory(DeviceMemory):
         kept, self._kept = self._kept, []
         if kept:
             torch.cuda.current_stream(self.device).synchronize()
-            self._world.retire(self._number, kept)
+            self._world.retire(self._name, kept, self._members)
 
 
 def run_virtual_ranks(

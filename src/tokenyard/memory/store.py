@@ -98,6 +98,14 @@ class CooperativeStore(dist.Store):
         """Seconds that waits without a timeout take."""
         return self._timeout
 
+    def now(self) -> float:
+        """Seconds on the clock of timeouts."""
+        return self._clock()
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run for so long."""
+        self._wait_for(lambda: False, "to look again", self._clock() + seconds)
+
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
         """Let others run until ``ready()`` or the deadline on the clock. ``what`` says what is
         waited for.
@@ -105,6 +113,15 @@ class CooperativeStore(dist.Store):
         del what
         while not ready() and self._clock() < deadline:
             self._yield()
+
+
+def clock_of(store: dist.Store) -> tuple[Callable[[], float], Callable[[float], None], bool]:
+    """Now, sleep for so many seconds, and whether ranks that meet in ``store`` take turns."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, CooperativeStore):
+        return store.now, store.sleep, True
+    return time.monotonic, time.sleep, False
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -7,7 +7,7 @@ process on one GPU), ``testing/simulator`` (ranks as coroutines on the CPU, ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,7 +20,8 @@ class Region(NamedTuple):
     """A region that exists once per rank, at the same offsets everywhere."""
 
     local: Tensor  # uint8 [num_bytes], this rank's part, zeroed before any rank can write to it
-    # int64 [R] on the device: where each rank's part begins, as this rank's kernels address it
+    # int64 [R] on the device: where each rank's part begins, as this rank's kernels address it;
+    # 0 of ranks that are gone
     addresses: Tensor
 
 
@@ -111,6 +112,6 @@ class MemoryGroup(Protocol):
         """A store that exactly these ranks see, always the same: constructions meet in it."""
         ...
 
-    def open_memory(self, timeout: float) -> SymmetricMemory:
-        """Memory for one more ``ExpertParallel``."""
+    def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SymmetricMemory:
+        """Memory for one more ``ExpertParallel``, or for the ``members`` of one that recovers."""
         ...

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenyard.errors import PeerLost, PeerTimeout
@@ -15,9 +15,12 @@ _T = TypeVar("_T")
 
 
 class Gate:
-    """All ranks' threads pass together, and may hand each other a value each."""
+    """All ranks' threads pass together, and may hand each other a value each. ``members``: of
+    ``world_size`` ranks, those there are (default: all).
+    """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, members: Sequence[int] | None = None) -> None:
+        self._members = range(world_size) if members is None else members
         self._arrived = [0] * world_size
         # by parity of the passage: nobody enters n + 2 before all have left n
         self._values: list[list[Any]] = [[None] * world_size, [None] * world_size]
@@ -52,7 +55,7 @@ class Gate:
         return self._given_up is not None and self._given_up[0] <= number
 
     def _late(self, number: int) -> list[int]:
-        return [peer for peer, count in enumerate(self._arrived) if count < number]
+        return [peer for peer in self._members if self._arrived[peer] < number]
 
     def _gone(self, number: int) -> list[int]:
         return [peer for peer in self._late(number) if peer in self._lost]

@@ -4,7 +4,7 @@ in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -91,6 +91,7 @@ class SimulatedMemory:
         here: the rank.
         timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
         num_sms: programs that a kernel of this rank may have.
+        members: the ranks that there are (default: all).
 
     Attributes:
         ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by
@@ -98,8 +99,15 @@ class SimulatedMemory:
         maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
     """
 
-    def __init__(self, here: SimulatedRank, timeout: float = 30.0, num_sms: int = 8) -> None:
+    def __init__(
+        self,
+        here: SimulatedRank,
+        timeout: float = 30.0,
+        num_sms: int = 8,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.rank, self.world_size, self.device = here.rank, here.world_size, here.device
+        self._members = range(here.world_size) if members is None else members
         self.num_sms = num_sms
         self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
         self._here, self._sim, self._timeout = here, here.sim, timeout
@@ -121,23 +129,24 @@ class SimulatedMemory:
         sizes[self.rank] = num_bytes
         self._sim.happened()
         if not self.wait_until(
-            lambda: len(sizes) == self.world_size, self._timeout, "waits for peers in allocate()"
+            lambda: len(sizes) == len(self._members), self._timeout, "waits for peers in allocate()"
         ):
-            missing = [rank for rank in range(self.world_size) if rank not in sizes]
+            missing = [rank for rank in self._members if rank not in sizes]
             raise PeerTimeout(
                 f"rank {self.rank} waited {self._timeout} s in allocate() for rank(s) {missing}",
                 missing[0],
             )
-        for peer in [rank for rank in range(self.world_size) if sizes[rank] != sizes[0]]:
+        first = self._members[0]
+        for peer in [rank for rank in self._members if sizes[rank] != sizes[first]]:
             raise ValueError(
-                f"ranks ask for regions of different sizes: rank 0 {sizes[0]} bytes, rank {peer} "
-                f"{sizes[peer]}"
+                f"ranks ask for regions of different sizes: rank {first} {sizes[first]} bytes, "
+                f"rank {peer} {sizes[peer]}"
             )
         if num_bytes <= 0 or num_bytes % 16:
             raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
         parts = self._here.world.gathered(("parts", self._number, self._allocated))
         if not parts:  # whoever comes first makes them
-            for peer in range(self.world_size):
+            for peer in self._members:
                 name = f"region {self._allocated} of rank {peer}"
                 parts[peer] = torch.from_numpy(self._sim.allocate(num_bytes, name))
             lows = [part.data_ptr() for part in parts.values()]
@@ -145,8 +154,8 @@ class SimulatedMemory:
         self._regions.append(parts[self.rank].data_ptr())
         each = self.world_size if self.maps_all else self.ranks_per_node or self.world_size
         near = [
-            part.data_ptr() if peer // each == self.rank // each else 0
-            for peer, part in parts.items()
+            parts[peer].data_ptr() if peer in parts and peer // each == self.rank // each else 0
+            for peer in range(self.world_size)
         ]
         return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
 
@@ -214,7 +223,7 @@ class SimulatedMemory:
         if regions:
             closed = self._here.world.gathered(("closed", self._number))
             closed[self.rank] = regions
-            if len(closed) == self.world_size:
+            if len(closed) == len(self._members):
                 for address in (each for part in closed.values() for each in part):
                     self._sim.addresses.close(address)
 
@@ -241,9 +250,9 @@ class SimulatedGroup:
         """The part of the store in which constructions meet."""
         return dist.PrefixStore("objects", self._here.store)
 
-    def open_memory(self, timeout: float) -> SimulatedMemory:
-        """Memory for one more object."""
-        return SimulatedMemory(self._here, timeout)
+    def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SimulatedMemory:
+        """Memory for one more object, or for the ``members`` of one that recovers."""
+        return SimulatedMemory(self._here, timeout, members=members)
 
 
 def current_host(sim: Simulator) -> Host:

@@ -1,0 +1,55 @@
+"""Engine nvlink goes on without ranks that died or froze at any step, on simulated ranks: bit for
+bit what the oracle says of those that are left. ``make soak`` runs many times as many seeds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mutations import changed
+from nvlink_mutations import STAND_IN
+from nvlink_pool import SOAK, run_all, without_devices
+
+pytestmark = without_devices
+
+DEATHS = {2: 1, 3: 3, 4: 1}
+"""Seeds by world size."""
+BUGS = list(STAND_IN) if SOAK > 1 else list(STAND_IN)[:3]
+
+
+@pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
+def test_ranks_die_at_any_step(world_size: int) -> None:
+    """Of four, one after the other."""
+    seeds = range(DEATHS[world_size] * SOAK)
+    run_all("recover_simulated.death", [(world_size, seed) for seed in seeds])
+
+
+def test_a_frozen_rank_wakes_and_writes_on() -> None:
+    """Into the memory of an earlier epoch, among good calls of the others."""
+    run_all("recover_simulated.frozen", [(3, seed) for seed in range(2 * SOAK)])
+
+
+def test_a_rank_dies_while_others_recover_from_another() -> None:
+    run_all("recover_simulated.death_in_recovery", [(seed,) for seed in range(SOAK)])
+
+
+def test_engine_twolevel_goes_on_as_nvlink() -> None:
+    run_all("recover_simulated.death", [(4, seed, "twolevel") for seed in range(SOAK)])
+
+
+def test_the_example_of_a_stand_in() -> None:
+    run_all("recover_simulated.example", [()])
+
+
+def test_bugs_of_stand_ins_are_found() -> None:
+    """And the stand-ins as they are pass, through the same copying."""
+    found = run_all("recover_simulated.bug", [(name, 0) for name in ("", *BUGS)])
+    assert not found[0], found[0]
+    for name, report in zip(BUGS, found[1:], strict=True):
+        assert report, f"{name} was not found"
+        assert "raised" not in report, report  # a mutation that does not even run says nothing
+
+
+def test_mutations_fit_the_kernels() -> None:
+    for mutation in STAND_IN.values():
+        changed(mutation)
