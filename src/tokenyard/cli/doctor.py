@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,6 +22,7 @@ from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, findings
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_report import print_document
+from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
 from tokenyard.cli.options import bad, command, option
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.launch import under_torchrun
@@ -56,6 +58,15 @@ class Options:
     timeout: Annotated[float, option("Seconds to wait for each process.", min=0.1, max=86_400)] = (
         60.0
     )
+    waits: Annotated[
+        list[Path] | None,
+        option(
+            "Look at no machine, but at a file of ep.stats().prometheus() of each rank: who is "
+            "waited for; may be given several times.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
 
 
@@ -68,6 +79,9 @@ def doctor(options: Options) -> None:
     reasons and remedies come last. Under torchrun the first process of each host looks.
     """
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if options.waits:
+        show_waits(options.waits, options.json)
         return
     given = {name: getattr(options, name) for name in (*SIZES, "ranks")}
     workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
@@ -86,6 +100,18 @@ def doctor(options: Options) -> None:
     else:
         print_document(table_console(), document)
     raise typer.Exit(0 if document["healthy"] else 1)
+
+
+def show_waits(files: list[Path], as_json: bool) -> None:
+    """What ranks have waited for."""
+    try:
+        waits = waits_in(file.read_text() for file in files)
+    except ValueError as wrong:
+        bad("--waits", str(wrong))
+    if as_json:
+        typer.echo(json.dumps(document_of(waits), indent=1))
+    else:
+        print_waits(table_console(), waits)
 
 
 def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:

@@ -1,0 +1,128 @@
+"""``tokenyard doctor --waits``: what ranks have waited for, from files that hold what
+``ep.stats().prometheus()`` gave on each, and whether a rank is slow, or the way between two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from statistics import median_low
+
+from rich.console import Console
+
+from tokenyard.cli.consoles import plain_table, print_line, print_section, seconds_text
+
+METRIC = "tokenyard_wait_seconds_total"
+_LINE = re.compile(rf"^{METRIC}\{{(.*)\}} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+MUCH, LEAST = 3.0, 1e-3
+"""A wait is long if it is so many times the median of all pairs of ranks, and so many seconds."""
+
+MEANS = {"counts": "it comes late to calls", "rows": "it packs or sends slowly"}
+
+Waits = dict[str, dict[tuple[int, int], float]]
+"""Seconds by what was waited for ("counts", "rows"), then by (who waited, for whom)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A slow rank (``to`` is None), a slow way into rank ``to`` (``source`` is None), or from one
+    rank to another. ``seconds``: the longest wait."""
+
+    what: str
+    source: int | None
+    to: int | None
+    seconds: float
+    text: str
+
+
+def waits_in(texts: Iterable[str]) -> Waits:
+    """Totals of all ranks, objects and kinds of calls. ValueError: there are none, or labels are
+    missing."""
+    found: Waits = {}
+    for labels, seconds in (each.groups() for text in texts for each in _LINE.finditer(text)):
+        named = dict(_LABEL.findall(labels))
+        try:
+            pair, what = (int(named["rank"]), int(named["source"])), named["for"]
+            waited = float(seconds)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"{METRIC}{{{labels}}} {seconds}: a line needs the labels rank, for and source, "
+                f"and seconds: give what ep.stats().prometheus() returned"
+            ) from None
+        if pair[0] != pair[1]:
+            waits = found.setdefault(what.rpartition(", ")[2], {})
+            waits[pair] = waits.get(pair, 0.0) + waited
+    if not found:
+        raise ValueError(
+            f"there is no {METRIC} of another rank: write ep.stats().prometheus() of each rank to "
+            f"a file; engine 'collective' over gloo has them"
+        )
+    return found
+
+
+def slow_in(waits: Waits) -> list[Slow]:
+    """What is slow, the longest wait first."""
+    found = [each for what, pairs in waits.items() for each in _slow(what, pairs)]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _slow(what: str, pairs: dict[tuple[int, int], float]) -> Iterator[Slow]:
+    usual = median_low(pairs.values())
+    long = {pair: s for pair, s in pairs.items() if s >= LEAST and s > MUCH * usual}
+    for source in sorted({source for _, source in long}):
+        waited = {pair: s for pair, s in long.items() if pair[1] == source}
+        others, most = sum(pair[1] == source for pair in pairs), max(waited.values())
+        if others > 1 and 2 * len(waited) > others:
+            yield Slow(
+                what, source, None, most,
+                f"rank {source} is slow: {len(waited)} of {others} ranks wait for its {what}; "
+                f"{MEANS.get(what, 'it is late')}",
+            )  # fmt: skip
+            long = {pair: s for pair, s in long.items() if pair[1] != source}
+    for to in sorted({to for to, _ in long}):
+        waited = {pair: s for pair, s in long.items() if pair[0] == to}
+        others, most = sum(pair[0] == to for pair in pairs), max(waited.values())
+        if others > 1 and 2 * len(waited) > others:
+            yield Slow(
+                what, None, to, most,
+                f"ways into rank {to} are slow: it alone waits, for {what} of {len(waited)} of "
+                f"{others} ranks",
+            )  # fmt: skip
+            continue
+        for (_, source), seconds in waited.items():
+            alone = sum(pair[1] == source for pair in pairs) == 1
+            which = f"the way from rank {source} to rank {to} is slow: no other waits so"
+            if alone:
+                which = f"rank {source} is slow, or the way to rank {to}: no other rank can tell"
+            yield Slow(what, source, to, seconds, f"{which} for its {what}")
+
+
+def document_of(waits: Waits) -> dict[str, object]:
+    """As JSON has it."""
+    shown = {
+        what: [{"rank": to, "source": source, "seconds": s} for (to, source), s in pairs.items()]
+        for what, pairs in waits.items()
+    }
+    return {"waits": shown, "slow": [asdict(each) for each in slow_in(waits)]}
+
+
+def print_waits(console: Console, waits: Waits) -> None:
+    """A table of the ranks that are waited for; then what is slow."""
+    for what, pairs in waits.items():
+        rows: list[tuple[str, ...]] = []
+        for source in sorted({source for _, source in pairs}):
+            waited = {to: s for (to, each), s in pairs.items() if each == source}
+            longest = max(waited, key=lambda to: waited[to])
+            numbers = (min(waited.values()), sum(waited.values()) / len(waited), waited[longest])
+            rows.append((str(source), *map(seconds_text, numbers), str(longest)))
+        table = plain_table("rank", "least", "mean", "most", "by rank", rows=rows)
+        print_section(console, f"Waits for {what} of a rank, by the others", table)
+    slow = slow_in(waits)
+    print_line(console, "")
+    for each in slow:
+        print_line(console, f"[yellow]{seconds_text(each.seconds)}: {each.text}[/yellow]")
+    if not slow:
+        print_line(console, f"Nothing is slow: no wait is {MUCH:g} times the median.")
