@@ -1,17 +1,24 @@
-"""A far rank that is given up just as its rows come, and is back before the combine. Reached
-through ``nvlink_pool.py``.
+"""Stories of ranks that get puts: one that is given up just as its rows come, and is back before
+the combine; two objects whose calls are under way together. Reached through ``nvlink_pool.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from low_latency_failures import TIMEOUT, WAYS, case_of, life, meet, play, sum_up, sums_of
-from low_latency_ranks import RankRun
+from low_latency_ranks import MOST_STEPS, RankRun, reached
+from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing.simulator import SimulatedRank, simulate
 from tokenyard.testing.simulator.network import Message
+
+_T = TypeVar("_T")
 
 PRESENT = ((0,), (1,), (0, 1), ())
 """Ranks whose parts a sum may have."""
@@ -76,3 +83,44 @@ def late_rows(seed: int) -> bool:
     play(scenario, body, seed)
     assert kept
     return torn[0]
+
+
+def two_objects(world_size: int, seed: int, per_node: int) -> None:
+    """Each call of one object is made while one of the other has sent, and not received."""
+    scenario = life(world_size, seed, per_node)
+
+    def rank(ranks: SimulatedRank) -> None:
+        pair = [RankRun(ranks, scenario, TIMEOUT) for _ in range(2)]
+
+        def both(call: Callable[[int, bool], _T], outer: int) -> list[_T]:
+            """By object; ``call(object, in_two)``."""
+            made: dict[int, _T] = {}
+
+            def inside() -> None:
+                made[1 - outer] = call(1 - outer, False)
+
+            with mock.patch.object(pair[outer], "between", inside):
+                made[outer] = call(outer, True)
+            return [made[0], made[1]]
+
+        def turn(number: int) -> None:
+            cases = [case_of(scenario, seed, 2 * number + at) for at in range(2)]
+            outer, way = (seed + number) % 2, WAYS[(seed + number) % 3]
+            lost = [torch.empty(len(case.picks[ranks.rank][0])) for case in cases]
+            got = both(lambda at, in_two: pair[at].dispatch(cases[at], in_two), outer)
+            for recv, case in zip(got, cases, strict=True):
+                pair[0].check(recv, case)
+
+            def back(at: int, in_two: bool) -> Tensor:
+                return sum_up(pair[at], got[at], cases[at], way, in_two, lost[at])
+
+            for at, sums in enumerate(both(back, 1 - outer)):
+                want = sums_of(cases[at], way, tuple(range(world_size)))[ranks.rank]
+                assert_same_bits(sums, want.x, what=f"sums {at}", rank=ranks.rank)
+                assert_same_bits(lost[at], want.lost_weights, what="lost", rank=ranks.rank)
+
+        for number in range(3):
+            turn(number)
+
+    with poisoned(), reached(scenario):
+        simulate(world_size, rank, seed=seed, max_steps=MOST_STEPS, strict=True)
