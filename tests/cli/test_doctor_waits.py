@@ -1,144 +1,138 @@
-"""``tokenyard doctor --waits``: a slow rank is told from a slow way, from what ranks wrote."""
+"""``tokenyard doctor --waits``: totals of ranks, and what is slow."""
 
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import tokenyard as ty
-from tokenyard.cli import app, doctor_waits
+from tokenyard.cli import app
+from tokenyard.cli.doctor_waits import slow_in, waits_in
 from tokenyard.stats import Stats
 from tokenyard.testing import Ranks, distributed_test
 
-PARTS = ("dispatch, counts", "dispatch, rows", "combine, rows")
-CALLS = 10
+
+def totals(rank: int, **waits: list[float]) -> str:
+    """What a rank's object tells, of a dispatch."""
+    stats = Stats.zeros(rank, len(next(iter(waits.values()))))
+    stats.waits = {f"dispatch, {what}": seconds for what, seconds in waits.items()}
+    return stats.prometheus(layer='a "0"')
 
 
-def texts(size: int, slow: dict[tuple[str, int, int], float], ranks: int | None = None):
-    """Files of ``size`` ranks (the first ``ranks``): each pair waited 20 us per call, and those
-    of ``slow`` (part, rank, source) as many seconds per call as given.
-    """
-    files: dict[str, str] = {}
-    for rank in range(size if ranks is None else ranks):
-        stats = Stats.zeros(rank, size)
-        stats.calls = {"dispatch": CALLS, "combine": CALLS}
-        for part in PARTS:
-            each = [slow.get((part, rank, s), 2e-5) * CALLS for s in range(size)]
-            each[rank] = 0.0
-            stats.waits[part] = each
-        files[f"rank{rank}.prom"] = stats.prometheus(layer="0")
-    return files
+def told(matrix: list[list[float]], what: str = "rows") -> list[tuple[int | None, int | None]]:
+    """(source, to) of what is slow, where rank i waited ``matrix[i][j]`` for rank j."""
+    waits = waits_in(totals(rank, **{what: row}) for rank, row in enumerate(matrix))
+    return [(each.source, each.to) for each in slow_in(waits)]
 
 
-def said(files: dict[str, str]) -> list[tuple[str, str]]:
-    found = doctor_waits.slow(doctor_waits.read(files))
-    return [(each["symptom"], each["cause"]) for each in found]
+def even(size: int, **more: float) -> list[list[float]]:
+    """0.1 s everywhere, but ``r1_0=5``: rank 1 waited 5 s for rank 0."""
+    matrix = [[0.1 * (i != j) for j in range(size)] for i in range(size)]
+    for pair, seconds in more.items():
+        to, source = map(int, pair[1:].split("_"))
+        matrix[to][source] = seconds
+    return matrix
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_nothing_stands_out_where_all_wait_alike(size: int) -> None:
-    assert not said(texts(size, {}))
-    everybody = {(part, r, s): 0.5 for part in PARTS for r, s in product(range(size), repeat=2)}
-    assert not said(texts(size, everybody))
+def test_nothing_is_slow() -> None:
+    assert told(even(4)) == [] == told([[0.0, 0.0], [1e-4, 0.0]])
 
 
-@pytest.mark.parametrize("size", [3, 4, 8])
-@pytest.mark.parametrize(("part", "cause"), [(PARTS[0], "late"), (PARTS[2], "slowly")])
-def test_a_slow_rank(size: int, part: str, cause: str) -> None:
-    """All but one other wait for it, or all."""
-    waiting = [rank for rank in range(size) if rank != 1]
-    for ranks in (waiting, waiting[1:] if size > 3 else waiting):
-        ((symptom, why),) = said(texts(size, {(part, rank, 1): 0.25 for rank in ranks}))
-        assert symptom == (
-            f"{part}: {len(ranks)} of {size - 1} ranks wait for rank 1 (250 ms per call)"
-        )
-        assert cause in why
+def test_a_slow_rank() -> None:
+    assert told(even(4, r0_2=4, r1_2=5, r3_2=3)) == [(2, None)]
+    assert told(even(3, r0_2=4, r1_2=5)) == [(2, None)]
+    assert told(even(4, r0_2=4, r1_2=5)) == [(2, None)]
 
 
 def test_a_slow_way() -> None:
-    ((symptom, why),) = said(texts(4, {(PARTS[1], 3, 0): 0.25}))
-    assert symptom == (f"{PARTS[1]}: rank 3 waits for rank 0, others do not (250 ms per call)")
-    assert why == "the way from rank 0 to rank 3 is slow"
+    assert told(even(4, r1_2=5)) == [(2, 1)]
+    assert told(even(4, r3_0=5, r3_1=5, r3_2=5)) == [(None, 3)]
 
 
-def test_two_ranks_or_one_file_cannot_tell() -> None:
-    for files in (texts(2, {(PARTS[1], 0, 1): 0.25}), texts(4, {(PARTS[1], 0, 1): 0.25}, ranks=1)):
-        ((symptom, why),) = said(files)
-        assert symptom == f"{PARTS[1]}: rank 0 waits for rank 1 (250 ms per call)"
-        assert "it or the way" in why
+def test_a_slow_rank_and_a_slow_way() -> None:
+    found = told(even(5, r0_2=4, r1_2=5, r3_2=3, r4_2=3, r1_3=7))
+    assert found == [(3, 1), (2, None)]
 
 
-def test_objects_of_a_rank_are_added() -> None:
-    """Two layers in one file: twice the calls and twice the seconds."""
-    files = texts(3, {(PARTS[1], 0, 1): 0.25})
-    twice = {name: text + text.replace('layer="0"', 'layer="1"') for name, text in files.items()}
-    assert doctor_waits.read(twice) == doctor_waits.read(files)
+def test_two_ranks_cannot_tell() -> None:
+    waits = waits_in([totals(0, counts=[0.0, 3.0]), totals(1, counts=[0.1, 0.0])])
+    [slow] = slow_in(waits)
+    assert (slow.source, slow.to) == (1, 0) and "or the way to rank 0" in slow.text
+
+
+def test_calls_and_objects_add_up() -> None:
+    stats = Stats.zeros(0, 2)
+    stats.waits = {"dispatch, counts": [0.0, 1.0], "combine, counts": [9.0, 2.0]}
+    layers = [stats.prometheus(layer=layer) for layer in "01"]
+    assert waits_in(layers) == {"counts": {(0, 1): 6.0}}
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *words])
+
+
+def files(tmp_path: Path, matrix: list[list[float]]) -> list[str]:
+    words: list[str] = []
+    for rank, row in enumerate(matrix):
+        path = tmp_path / f"rank{rank}.prom"
+        path.write_text(totals(rank, counts=row))
+        words += ["--waits", str(path)]
+    return words
+
+
+def test_tables_and_json(tmp_path: Path) -> None:
+    words = files(tmp_path, even(4, r0_2=4, r1_2=5, r3_2=3))
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    assert "rank 2 is slow: 3 of 3 ranks wait for its counts; it comes late to calls" in done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["2", "3", "s", "4", "s", "5", "s", "1"] in lines
+    assert run("--waits", str(tmp_path)).output == done.output
+    found = json.loads(run(*words, "--json").output)
+    assert [(each["source"], each["to"], each["seconds"]) for each in found["slow"]] == [
+        (2, None, 5.0)
+    ]
+    assert {"rank": 1, "source": 2, "seconds": 5.0} in found["waits"]["counts"]
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "has no tokenyard_wait_seconds_total"),
-        ('tokenyard_wait_seconds_total{rank="x",for="a",source="0"} 1', "'x' is no rank"),
-        ('tokenyard_wait_seconds_total{rank="0",for="a",source="-1"} 1', "'-1' is no rank"),
-        ('tokenyard_wait_seconds_total{rank="0",for="a",source="9999999"} 1', "is no rank"),
-        ('tokenyard_wait_seconds_total{rank="0",for="a",source="1"} much', "'much'"),
+        ("tokenyard_calls_total 1", "there is no tokenyard_wait_seconds_total"),
+        ('tokenyard_wait_seconds_total{rank="0",for="rows"} 1', "needs the labels"),
+        ('tokenyard_wait_seconds_total{rank="0",for="rows",source="1"} x', "and seconds"),
     ],
 )
-def test_files_that_cannot_be_read_are_named(text: str, why: str, tmp_path: Path) -> None:
-    file = tmp_path / "rank0.prom"
-    file.write_text(text)
-    done = CliRunner().invoke(app, ["doctor", "--waits", str(file)], env={"COLUMNS": "400"})
-    assert done.exit_code == 2
-    assert why in done.output and "rank0.prom" in done.output
-    done = CliRunner().invoke(app, ["doctor", "--waits", str(tmp_path / "none")])
-    assert done.exit_code == 2 and "No such file" in done.output
-
-
-def test_the_command_prints_tables_or_json(tmp_path: Path) -> None:
-    """Of a folder, or of files."""
-    empty = CliRunner().invoke(app, ["doctor", "--waits", str(tmp_path)])
-    assert empty.exit_code == 2 and "no file that ends in .prom" in empty.output
-    paths: list[str] = []
-    for name, text in texts(3, {(PARTS[1], 0, 1): 0.25}).items():
-        (tmp_path / name).write_text(text)
-        paths += ["--waits", str(tmp_path / name)]
-    folder = CliRunner().invoke(app, ["doctor", "--waits", str(tmp_path)])
-    done = CliRunner().invoke(app, ["doctor", *paths])
-    assert done.exit_code == 0 and "250 ms" in done.output == folder.output
-    assert "SLOW: dispatch, rows: rank 0 waits for rank 1, others do not" in done.output
-    told = json.loads(CliRunner().invoke(app, ["doctor", "--json", *paths]).output)
-    assert told["schema"] == 1 and told["waits"][PARTS[1]][0][1] == pytest.approx(0.25)
-    assert [each["id"] for each in told["findings"]] == ["slow"]
+def test_other_files_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "totals"
+    path.write_text(text)
+    done = run("--waits", str(path))
+    assert done.exit_code == 2 and why in " ".join(done.output.replace("│", " ").split())
 
 
 @distributed_test(world_size=3)
-def test_what_ranks_really_write_is_read(ranks: Ranks) -> None:
-    import torch
-
-    with ty.ExpertParallel(
-        ranks.group,
-        num_experts=6,
-        hidden=64,
-        num_topk=2,
-        max_tokens_per_rank=4,
-        device=ranks.device,
-    ) as ep:
+def test_what_ranks_write_is_read(ranks: Ranks) -> None:
+    """Each rank's own waits for the two others; nothing where kernels wait."""
+    sizes = {"num_experts": 6, "hidden": 64, "num_topk": 2, "max_tokens_per_rank": 4}
+    with ty.ExpertParallel(ranks.group, device=ranks.device, **sizes) as ep:
         x = torch.ones(4, 64, device=ranks.device)
-        idx = torch.tensor([[0, 3]] * 4, device=ranks.device)
-        recv = ep.dispatch(x, idx)
+        recv = ep.dispatch(x, torch.tensor([[0, 3]] * 4, device=ranks.device))
         ep.combine(recv.x, recv.handle)
         text, waits = ep.stats().prometheus(layer="0"), ep.stats().waits
-    if not waits:  # kernels do not count them
-        with pytest.raises(ValueError, match="has no tokenyard_wait_seconds_total"):
-            doctor_waits.read({"file": text})
+    if not waits:
+        with pytest.raises(ValueError, match="there is no tokenyard_wait_seconds_total"):
+            waits_in([text])
         return
-    read = doctor_waits.read({"file": text})
-    assert set(read) == set(waits)
-    for part, table in read.items():
-        assert table[ranks.rank] == pytest.approx(waits[part])
-        assert table[(ranks.rank + 1) % 3] == [None] * 3
+    found = waits_in([text])
+    assert set(found) == {"counts", "rows"}
+    for what, pairs in found.items():
+        assert set(pairs) == {(ranks.rank, peer) for peer in range(3) if peer != ranks.rank}
+        for (_, source), seconds in pairs.items():
+            assert seconds == pytest.approx(
+                sum(each[source] for part, each in waits.items() if part.endswith(what))
+            )

@@ -80,6 +80,9 @@ def test_tables_of_several_nodes() -> None:
     heads = [line[:4] for line in lines]
     for engine in (["twolevel", "uniform"], ["collective", "zipf"], ["flat", "exchange"]):
         assert ["dispatch", "fp8", *engine] in heads
+    assert "low_latency" not in done.output
+    few = run("--nodes", "4", "--tokens", "128", "--dtype", "fp8").output.splitlines()
+    assert ["dispatch", "fp8", "low_latency", "uniform"] in [line.split()[:4] for line in few]
     assert not any(line[:2] == ["dispatch", "bf16"] for line in lines)
 
 
@@ -130,7 +133,7 @@ def test_json_is_the_plan() -> None:
     assert set(found["rows"]) == {"uniform", "zipf"}
     work = Workload(nodes=2, gpus_per_node=4, tokens=128, hidden=7168, experts=64, topk=8)
     calls = plan(work, H200, skews=("uniform", "zipf")).calls
-    assert len(found["calls"]) == len(calls) == 18
+    assert len(found["calls"]) == len(calls) == 24
     for seen, call in zip(found["calls"], calls, strict=True):
         assert set(seen) == {
             "name",

@@ -210,3 +210,23 @@ def test_engines_take_nvshmem_where_they_put(
     select._cuda_memory(None, None, config, torch.device("cuda", 0), request, apart)
     puts = engine == "twolevel" or (engine == "low_latency" and (apart or bool(forced)))
     assert made == ["nvshmem" if puts else "cuda"]
+
+
+@without_devices
+@pytest.mark.parametrize("forced", [0, 1])
+@distributed_test(world_size=2, engine="low_latency")
+def test_puts_are_forced_on_all_ranks_or_on_none(ranks: Ranks, forced: int) -> None:
+    """Else a rank would wait for stores, and its peer put."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(nvshmem.PUTS_VARIABLE, str(int(ranks.rank == forced)))
+        with pytest.raises(
+            ty.Mismatch, match=f"TOKENYARD_PUTS: it is set on rank {forced} and not on {1 - forced}"
+        ):
+            ty.ExpertParallel(
+                num_experts=4,
+                hidden=8,
+                num_topk=2,
+                max_tokens_per_rank=8,
+                engine=ranks.engine,
+                topology=(2, 1),
+            )

@@ -77,6 +77,7 @@ class RankRun:
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
         self.ranks, self.rank, self.own = ranks, ranks.rank, OwnTensors(ranks)
+        self.between: Callable[[], object] = ranks.pause  # the two launches of a call
         self.config = scenario.config(ranks.rank, timeout)
         stats = Stats.zeros(ranks.rank, ranks.world_size)
         ranks.memory.ranks_per_node = scenario.per_node if scenario.network else 0
@@ -93,7 +94,7 @@ class RankRun:
         with self.own:
             result = method(*args, **options, in_two=in_two)
             if in_two:
-                self.ranks.pause()
+                self.between()
                 result = result()
             self.engine.check()
         return result

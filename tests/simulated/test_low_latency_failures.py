@@ -85,6 +85,14 @@ def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
     assert fine == -1 < found
 
 
+def test_no_sum_is_of_rows_that_came_too_late() -> None:
+    """A far rank is left out, and its rows come: programs that look later take them. If it is back
+    at once, it gets the sums of all its rows, or none, and its lost weights say which.
+    """
+    torn = run_all("low_latency_far.late_rows", [(seed,) for seed in range(2, 2 + SOAK)])
+    assert torn[0]
+
+
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
     stories = (

@@ -55,6 +55,14 @@ def test_nodes_give_the_same_bits(grid: tuple[int, int]) -> None:
     run_all("low_latency_ranks.check_between_nodes", jobs)
 
 
+def test_two_objects_take_turns_between_nodes() -> None:
+    """Through the simulated network and through pointers, with neighbours and without."""
+    jobs = [(2, 0, 1), (2, 3, 1), (4, 1, 2)]
+    run_all(
+        "low_latency_far.two_objects", [(n, s + 4 * i, p) for n, s, p in jobs for i in range(SOAK)]
+    )
+
+
 @pytest.mark.portable
 def test_waits_and_loads_are_added_up() -> None:
     run_all("low_latency_ranks.counts_and_waits", [(seed,) for seed in range(2)])

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from tokenyard.cli import doctor_waits
 from tokenyard.cli.consoles import table_console
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, findings
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_report import print_document
+from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
 from tokenyard.cli.options import bad, command, option
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.launch import under_torchrun
@@ -58,13 +58,15 @@ class Options:
     timeout: Annotated[float, option("Seconds to wait for each process.", min=0.1, max=86_400)] = (
         60.0
     )
-    json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
     waits: Annotated[
         list[Path] | None,
         option(
-            "Instead: say which rank or way is slow, from files or folders of stats().prometheus()."
+            "Look at no machine, but at files of ep.stats().prometheus() of each rank, or a folder "
+            "of *.prom: who is waited for; may be given several times.",
+            exists=True,
         ),
     ] = None
+    json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
 
 
 @command(Options)
@@ -78,7 +80,8 @@ def doctor(options: Options) -> None:
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if options.waits:
-        return look_at_waits(options.waits, as_json=options.json)
+        show_waits(options.waits, options.json)
+        return
     given = {name: getattr(options, name) for name in (*SIZES, "ranks")}
     workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
     if workload["topk"] > workload["experts"]:
@@ -98,18 +101,21 @@ def doctor(options: Options) -> None:
     raise typer.Exit(0 if document["healthy"] else 1)
 
 
-def look_at_waits(paths: list[Path], *, as_json: bool) -> None:
-    """``--waits``: tables and findings of these files, and of all ``.prom`` in these folders."""
-    files = [each for path in paths for each in (path.glob("*.prom") if path.is_dir() else [path])]
+def show_waits(files: list[Path], as_json: bool) -> None:
+    """What ranks have waited for."""
+    found = [
+        each
+        for path in files
+        for each in (sorted(path.glob("*.prom")) if path.is_dir() else [path])
+    ]
     try:
-        waits = doctor_waits.read({str(path): path.read_text() for path in files})
-    except (OSError, ValueError) as error:
-        bad("--waits", str(error))
-    found = doctor_waits.slow(waits)
+        waits = waits_in(file.read_text() for file in found)
+    except (OSError, ValueError) as wrong:
+        bad("--waits", str(wrong))
     if as_json:
-        typer.echo(json.dumps(doctor_waits.document(waits, found), indent=1))
+        typer.echo(json.dumps(document_of(waits), indent=1))
     else:
-        doctor_waits.print_waits(table_console(), waits, found)
+        print_waits(table_console(), waits)
 
 
 def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:

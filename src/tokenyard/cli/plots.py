@@ -173,7 +173,12 @@ def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
 # tokenyard plan
 
 PLANNED = "nvlink, then twolevel"
-COLOURS = {PLANNED: OURS[0], prediction.COLLECTIVE: THEIRS[0], prediction.FLAT: THEIRS[1]}
+COLOURS = {
+    PLANNED: OURS[0],
+    prediction.LOW_LATENCY: OURS[1],
+    prediction.COLLECTIVE: THEIRS[0],
+    prediction.FLAT: THEIRS[1],
+}
 DTYPES: dict[str, Look] = {"bf16": {"marker": "o"}, "fp8": {"marker": "s", "linestyle": "--"}}
 
 
@@ -199,7 +204,7 @@ def save_plans(path: Path, plans: Sequence[prediction.Plan]) -> None:
                 point = Point(plan.workload.ranks, call.terms.us)
                 curves[call.name].setdefault(f"{engine}, {call.dtype}", []).append(point)
     panels = [Panel(name, "GPUs", "us", each) for name, each in curves.items()]
-    save_panels(path, text, panels, looks, columns=len(COLOURS))
+    save_panels(path, text, panels, looks, columns=3)
 
 
 # tokenyard demo

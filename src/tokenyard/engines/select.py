@@ -298,23 +298,27 @@ def _common_obstacle(
         return obstacle, sms, False
     size = config.world_size
     meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
-    mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms])
+    from tokenyard.memory.nvshmem import PUTS_VARIABLE, is_available, puts_are_forced
+
+    puts = grid is not None and puts_are_forced()
+    mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms, puts])
     texts = meeting.exchange("the choice of an engine", mine)
-    everybody: list[tuple[str, str, int]] = [json.loads(text) for text in texts]
-    first = everybody[0][0]
-    for peer, (kind, _, _) in enumerate(everybody):
-        if kind != first:
-            both = f"rank 0 works on {first}, rank {peer} on {kind}"
+    everybody: list[tuple[str, str, int, bool]] = [json.loads(text) for text in texts]
+    first = everybody[0]
+    for peer, each in enumerate(everybody):
+        if each[0] != first[0]:
+            both = f"rank 0 works on {first[0]}, rank {peer} on {each[0]}"
             raise Mismatch(f"ranks disagree on device: {both}")
-    found = [f"{text} (rank {peer})" for peer, (_, text, _) in enumerate(everybody) if text]
+        if each[3] != first[3]:
+            both = f"it is set on rank {peer if each[3] else 0} and not on {0 if each[3] else peer}"
+            raise Mismatch(f"ranks disagree on {PUTS_VARIABLE}: {both}; set it on all, or on none")
+    found = [f"{each[1]} (rank {peer})" for peer, each in enumerate(everybody) if each[1]]
     if found or gpu is None:
         return (found or [""])[0], 0, False
     part = dist.PrefixStore("gpus", store)
     pairs, missing = unreachable_pairs(part, config.rank, size, gpu, config.timeout), ""
     apart = False
     if grid is not None:
-        from tokenyard.memory.nvshmem import is_available
-
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
         if is_available() or len(near) == len(pairs):
             pairs, apart = near, len(near) < len(pairs)

@@ -86,7 +86,7 @@ class DispatchResult(NamedTuple):
     scales: Any
     weights: Any
     source: Any  # (rank << 32) | token
-    slots: Any  # int32 [R * M, K]: result rows of each slot; -1: no row came, -2: it has no place
+    slots: Any  # int32 [R * M, K]: result rows of each slot; -1: no row, -2: no place, TORN
     merged: Any  # int32 [2, T, K]: ids of merged picks, bits of their weights
     first_pick: Any  # int64 [T, K]: the pick that each was merged into
     tokens_per_expert: Any

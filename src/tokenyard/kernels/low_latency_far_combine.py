@@ -9,7 +9,8 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far, numbers, put_far, wait_packed
 from tokenyard.kernels.low_latency_memory import (
-    ROWS, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of, with_call,
+    ROWS, TORN, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of,
+    with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_waits import are_active, is_active, wait_flag
 from tokenyard.kernels.region import ints, owner_of, peer_base
@@ -65,20 +66,23 @@ def wait_far_weights(s, call, sizes: tl.constexpr):
 @triton.jit
 def put_sums(sent, to, call, k: tl.constexpr):
     """The sums for rank ``to``, if it is far, once all are packed: of all rows that came from it,
-    or word that there were none."""
+    or word that there were none, or not all."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
     if is_far(call.state, to, sizes):
-        rows = to * 0
+        rows, torn = to * 0, to * 0
         for j0 in range(0, M, _BLOCK):
             j = j0 + tl.arange(0, _BLOCK)
             first_pick = ints(sent.slots) + (to * M + j).to(tl.int64) * sizes.topk
-            rows += tl.sum((tl.load(first_pick, mask=j < M, other=-1) != -1).to(tl.int32))
+            place = tl.load(first_pick, mask=j < M, other=-1)
+            rows += tl.sum((place != -1).to(tl.int32))
+            torn += tl.sum((place == TORN).to(tl.int32))
         wait_packed(call.state, ROWS, to, rows, sizes)
+        rows = tl.where(torn > 0, 0, rows)
         if is_active(call.active, to):
             mine = peer_base(call.regions, call.rank)
             there = packed_of(mine, call.parity, call.rank, to * 0, k.sum_bytes, sizes)
             here = staged_of(mine, call.parity, to, to * 0, k.sum_bytes, sizes)
             flag = flag_of(mine, call.parity, call.rank, 0, sizes)
             value = 2 * call.number + (rows > 0).to(tl.int64)
-            put_far(call, to, there, here, rows * k.sum_bytes, flag, value, sizes)
+            put_far(call, to, there, here, rows.to(tl.int64) * k.sum_bytes, flag, value, sizes)

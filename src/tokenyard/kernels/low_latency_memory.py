@@ -70,6 +70,10 @@ StateOffsets = namedtuple(
 ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(1)
 """What a far rank puts: rows or sums; weights of a combine."""
 
+TORN = tl.constexpr(-3)
+"""Instead of the places of a far rank's row: that rank was left out meanwhile, and its other rows
+may have come since. None goes back in a combine, should it be back."""
+
 
 class Sizes(NamedTuple):
     """Constants that all kernels of an object share."""

@@ -9,8 +9,8 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far
 from tokenyard.kernels.low_latency_memory import (
-    READY, ROWS, arrival_of, block_of, count_of, flag_of, packed_of, pairs_of, present_of, slot_of,
-    start_of, value_in, with_call,
+    READY, ROWS, TORN, arrival_of, block_of, count_of, flag_of, packed_of, pairs_of, present_of,
+    slot_of, start_of, value_in, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_waits import (
     are_active, in_same_call, leave_out, wait_counts, wait_flag,
@@ -206,6 +206,8 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
                 empty_rows(
                     result, tl.minimum(begin, num_rows), tl.minimum(end, num_rows), k.weighted
                 )
+            if sizes.far:
+                place = tl.where(is_far(state, s, sizes), TORN, place)
         if seen == want:
             place = pick * 0 - 1
         if seen == want + 1:

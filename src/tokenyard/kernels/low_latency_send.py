@@ -94,7 +94,7 @@ def put_rows(to, rows, call, k: tl.constexpr):
             there = packed_of(mine, call.parity, call.rank, to * 0, k.row.slot_bytes, sizes)
             here = staged_of(mine, call.parity, to, to * 0, k.row.slot_bytes, sizes)
             arrival = arrival_of(mine, call.parity, call.rank, ROWS, sizes)
-            num_bytes = rows * k.row.slot_bytes
+            num_bytes = rows.to(tl.int64) * k.row.slot_bytes
             value = with_call(call.number, rows.to(tl.int64))
             put_far(call, to, there, here, num_bytes, arrival, value, sizes)
 

@@ -180,6 +180,20 @@ def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
     return min(rows, ring.count * (ranks - 1) / ranks * chunk)
 
 
+def low_latency_call(call: str, work: Workload, moved: Traffic, rates: Rates) -> Terms:
+    """Engine low_latency: a row per (token, rank), stored to ranks of the node, put to others. Two
+    puts for each of these: counts, or tags, go ahead of rows.
+    """
+    rate: CallRates = getattr(rates, f"low_{call}")
+    row_bytes = work.back_bytes if call == "combine" else work.row_bytes
+    far = work.ranks - work.gpus_per_node
+    return Terms(
+        nvlink=moved.flat_nvlink.busiest * row_bytes / (rate.link_gbs * US),
+        nic=moved.flat_nic.busiest * row_bytes / (rates.nic_gbs * US) + 2 * far * rates.put_us,
+        latency=rate.fixed_us + (rates.latency_us if far else 0.0),
+    )
+
+
 known_traffic = lru_cache(maxsize=256)(traffic)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tokenyard.engines.known import COLLECTIVE, NVLINK, TWOLEVEL
+from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY, NVLINK, TWOLEVEL
 from tokenyard.planner.model import (
     Terms,
     collective_call,
     flat_call,
     known_traffic,
+    low_latency_call,
     nvlink_combine,
     nvlink_dispatch,
     nvlink_in_place,
@@ -30,6 +31,9 @@ PRICES = {
 }
 MOST_GPUS = 1024
 """How far :func:`scaling` goes."""
+MOST_DECODED = 256
+"""Tokens per rank up to which engine low_latency is planned: beyond, senders take time that grows
+with the square, to compare picks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class Call:
     Attributes:
         name: of :data:`PRICES`. dtype, skew: what it runs with.
         engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine
-            collective.
+            collective. low_latency is there up to :data:`MOST_DECODED` tokens.
         terms: its limits; ``terms.us`` is what it takes.
         nvlink, nic: bytes per GPU.
     """
@@ -61,7 +65,7 @@ class Plan:
         engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
             ``twolevel`` must be asked for.
         sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective,
-            and flat ones.
+            flat ones, and of low_latency.
     """
 
     workload: Workload
@@ -118,6 +122,9 @@ def _calls(
     terms[name, COLLECTIVE] = collective_call(work, rows, call, row_bytes, rates)
     if work.grid.has_levels:
         terms[name, FLAT] = flat_call(work, rows, call, row_bytes, rates)
+    if work.tokens <= MOST_DECODED:
+        terms[name, LOW_LATENCY] = low_latency_call(name, work, rows, rates)
+    straight = (FLAT, LOW_LATENCY)
 
     def moved(flow: Flow) -> Flow:
         return Flow(flow.mean * row_bytes, flow.busiest * row_bytes)
@@ -129,8 +136,8 @@ def _calls(
             dtype=work.dtype,
             skew=rows.skew,
             terms=found,
-            nvlink=moved(rows.flat_nvlink if who == FLAT else rows.nvlink),
-            nic=moved(rows.flat_nic if who == FLAT else rows.nic),
+            nvlink=moved(rows.flat_nvlink if who in straight else rows.nvlink),
+            nic=moved(rows.flat_nic if who in straight else rows.nic),
         )
         for (name, who), found in terms.items()
     ]

@@ -9,6 +9,8 @@ from tokenyard.engines.known import COLLECTIVE
 
 CALLS = ("dispatch", "in_place", "combine", COLLECTIVE, f"{COLLECTIVE}_back")
 """Fields of :class:`Rates` that are fitted to measured times."""
+DECODE = ("low_dispatch", "low_combine")
+"""Those of engine low_latency."""
 
 LEAST, MOST = 1e-6, 1e9
 """Of rates and latencies that are given, so that times stay finite."""
@@ -36,6 +38,7 @@ class Rates:
     Attributes:
         dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch in place.
         collective, collective_back: engine ``collective``, cached dispatch and combine.
+        low_dispatch, low_combine: engine low_latency.
         copy_gbs: rows copied inside a GPU (each byte read and written).
         turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks
             together, in dispatch and combine, were memory endless.
@@ -49,6 +52,8 @@ class Rates:
     combine: CallRates
     collective: CallRates
     collective_back: CallRates
+    low_dispatch: CallRates
+    low_combine: CallRates
     copy_gbs: float
     turns_gbs: float
     turns_back_gbs: float
@@ -74,7 +79,7 @@ class Rates:
                     f"latency"
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
-        calls: dict[str, CallRates] = {name: getattr(self, name) for name in CALLS}
+        calls: dict[str, CallRates] = {name: getattr(self, name) for name in (*CALLS, *DECODE)}
         calls = {
             name: call._replace(link_gbs=call.link_gbs * scale) for name, call in calls.items()
         }
@@ -94,6 +99,8 @@ H200 = Rates(
     combine=CallRates(12.3, 341.0, 25.3),
     collective=CallRates(269.0, 275.0),
     collective_back=CallRates(459.0, 115.0),
+    low_dispatch=CallRates(8.0, 250.0),
+    low_combine=CallRates(6.5, 300.0),
     copy_gbs=2074.0,
     turns_gbs=34.0,
     turns_back_gbs=27.0,
@@ -106,5 +113,6 @@ H200 = Rates(
 ``copy_gbs`` is half of what a local copy was seen to read and write, in no record. ``turns_*``:
 chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that
 changed since (docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
-(docs/how-to/planner.md). The network was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for
-the rest."""
+(docs/how-to/planner.md). ``low_*``: chosen to suit two and four GPUs with up to 256 tokens
+(docs/benchmarks/low_latency-*.json). The network was not measured: 90 % of a 400 Gb/s NIC per GPU,
+guesses for the rest."""

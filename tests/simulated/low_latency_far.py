@@ -1,0 +1,126 @@
+"""Stories of ranks that get puts: one that is given up just as its rows come, and is back before
+the combine; two objects whose calls are under way together. Reached through ``nvlink_pool.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from low_latency_failures import TIMEOUT, WAYS, case_of, life, meet, play, sum_up, sums_of
+from low_latency_ranks import MOST_STEPS, RankRun, reached
+from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing.simulator import SimulatedRank, simulate
+from tokenyard.testing.simulator.network import Message
+
+_T = TypeVar("_T")
+
+PRESENT = ((0,), (1,), (0, 1), ())
+"""Ranks whose parts a sum may have."""
+
+
+def late_rows(seed: int) -> bool:
+    """Rank 1 waits for rank 0's rows in vain. As soon as a program of it has left rank 0 out, they
+    are there: others still take them. Whether some rows came, but not all.
+    """
+    scenario = replace(life(2, seed, 1), network=True, num_experts=2)
+    case, way = case_of(scenario, seed, 0), WAYS[seed % 3]
+    engines: dict[int, Any] = {}
+    kept: list[Message] = []
+    torn: list[bool] = []
+
+    def hold(mine: RankRun) -> None:
+        """Messages of rows wait."""
+        network, sizes = mine.ranks.sim.network, mine.engine._workspace.sizes
+        put = network.put_signal
+
+        def put_signal(*args: int) -> None:
+            put(*args)
+            message = network.on_way[-1]
+            word = (message.signal - network.regions[0][0][message.to]) // 8
+            if message.to == 1 and word == sizes.region.arrivals + 4:  # half 1, rank 0, rows
+                kept.append(network.on_way.pop())
+
+        network.put_signal = put_signal
+
+    def body(mine: RankRun) -> None:
+        rank, network = mine.rank, mine.ranks.sim.network
+        engines[rank] = mine.engine
+        if rank == 0:
+            hold(mine)
+        meet(mine.ranks, "begin")
+        recv = mine.dispatch(case)
+        if rank == 0:
+            mine.ranks.wait_until(
+                lambda: not engines[1].active[0], 1000 * TIMEOUT, "waits to be given up"
+            )
+            del network.put_signal
+            network.on_way += kept
+            while any(message in network.on_way for message in kept):
+                network.deliver_one()
+        meet(mine.ranks, "back")
+        with mine.own:
+            mine.engine.mask(1 - rank, active=True)
+        meet(mine.ranks, "go on")
+        lost = torch.empty(recv.handle.num_tokens)
+        got = sum_up(mine, recv, case, way, seed % 2 == 1, lost)
+        for token, bits in enumerate(got.view(torch.int16)):
+            sums = [sums_of(case, way, present)[rank] for present in PRESENT]
+            assert any(
+                torch.equal(bits, each.x[token].view(torch.int16))
+                and lost[token] == each.lost_weights[token]
+                for each in sums
+            ), f"rank {rank}: token {token} is {got[token]} and lacks {lost[token]}"
+        if rank == 1:
+            came = [int(((each.source >> 32) == 0).sum()) for each in (recv, case.expected[1])]
+            torn.append(0 < came[0] < came[1])
+
+    play(scenario, body, seed)
+    assert kept
+    return torn[0]
+
+
+def two_objects(world_size: int, seed: int, per_node: int) -> None:
+    """Each call of one object is made while one of the other has sent, and not received."""
+    scenario = life(world_size, seed, per_node)
+
+    def rank(ranks: SimulatedRank) -> None:
+        pair = [RankRun(ranks, scenario, TIMEOUT) for _ in range(2)]
+
+        def both(call: Callable[[int, bool], _T], outer: int) -> list[_T]:
+            """By object; ``call(object, in_two)``."""
+            made: dict[int, _T] = {}
+
+            def inside() -> None:
+                made[1 - outer] = call(1 - outer, False)
+
+            with mock.patch.object(pair[outer], "between", inside):
+                made[outer] = call(outer, True)
+            return [made[0], made[1]]
+
+        def turn(number: int) -> None:
+            cases = [case_of(scenario, seed, 2 * number + at) for at in range(2)]
+            outer, way = (seed + number) % 2, WAYS[(seed + number) % 3]
+            lost = [torch.empty(len(case.picks[ranks.rank][0])) for case in cases]
+            got = both(lambda at, in_two: pair[at].dispatch(cases[at], in_two), outer)
+            for recv, case in zip(got, cases, strict=True):
+                pair[0].check(recv, case)
+
+            def back(at: int, in_two: bool) -> Tensor:
+                return sum_up(pair[at], got[at], cases[at], way, in_two, lost[at])
+
+            for at, sums in enumerate(both(back, 1 - outer)):
+                want = sums_of(cases[at], way, tuple(range(world_size)))[ranks.rank]
+                assert_same_bits(sums, want.x, what=f"sums {at}", rank=ranks.rank)
+                assert_same_bits(lost[at], want.lost_weights, what="lost", rank=ranks.rank)
+
+        for number in range(3):
+            turn(number)
+
+    with poisoned(), reached(scenario):
+        simulate(world_size, rank, seed=seed, max_steps=MOST_STEPS, strict=True)
