@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
-from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
+from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
@@ -46,7 +46,8 @@ class Buffer(LowLatencyState):
         NotSupported: ``comm`` alone.
     """
 
-    num_sms: int = 20
+    num_sms: int = USUAL_SMS
+    _num_sms_is_set: bool = False
 
     def __init__(
         self,
@@ -103,11 +104,13 @@ class Buffer(LowLatencyState):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take what they need."""
+        """Set ``Buffer.num_sms``, an even number: what engines of normal mode may fill, if their
+        first call with new sizes comes later.
+        """
         number = whole("num_sms", new_num_sms, 0, MOST_SMS)
         if number % 2:
             raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
-        Buffer.num_sms = number
+        Buffer.num_sms, Buffer._num_sms_is_set = number, True
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -201,7 +204,8 @@ class Buffer(LowLatencyState):
             topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
             expert_alignment: round the counts in the list up to a multiple.
             num_worst_tokens: static shapes: so many rows, and no list. At least ``R * max(T)``.
-            config, allocate_on_comm_stream: change nothing.
+            config: its ``num_sms`` goes before ``Buffer.num_sms``; nothing else of it counts.
+            allocate_on_comm_stream: changes nothing.
             previous_event: what the call waits for.
             async_finish: run on the communication stream.
 
@@ -227,6 +231,8 @@ class Buffer(LowLatencyState):
             given = data, scales, known
             again, event = run(normal.redispatch, given, data, previous_event, later, known)
             return again, None, None, None, None, event
+        usual = num_sms == USUAL_SMS and not Buffer._num_sms_is_set
+        natives.num_sms = None if usual else num_sms
         experts = routing.per_expert
         routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
         arguments = natives, data, scales, *routed, *rows, num_sms

@@ -61,6 +61,7 @@ class CoreBuffer:
     _kind: ClassVar[type[CoreHandle]]
     _copies_handles: ClassVar[bool] = True
     _sms_together: ClassVar[int] = 1
+    _estimate: ClassVar[elastic_facts.Estimate] = elastic_facts.V2_1
 
     def __init__(
         self,
@@ -211,7 +212,8 @@ class CoreBuffer:
 
         Args:
             num_scaleout_topk: must be 0.
-            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50.
+            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50
+                (``EPBuffer``: 180 and 45).
         """
         experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
         rates = elastic_facts.check_rates(
@@ -220,19 +222,21 @@ class CoreBuffer:
                 "nvlink_gbs": nvlink_gbs,
                 "sm_read_gbs": sm_read_gbs,
                 "sm_write_gbs": sm_write_gbs,
-            }
+            },
+            self._estimate.rates,
         )
         return self._num_sms(experts, picks, rates)
 
     def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
         domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
-        return elastic_facts.theoretical_num_sms(experts, picks, *domains, rates, overlaps)
+        how = rates, overlaps, self._estimate
+        return elastic_facts.theoretical_num_sms(experts, picks, *domains, *how)
 
     def _usual_sms(self, experts: int, picks: int) -> int:
         """Of a call that does not say."""
         known = self._sms.get((experts, picks))
         if known is None:
-            known = self._num_sms(experts, picks, elastic_facts.DEFAULT_RATES)
+            known = self._num_sms(experts, picks, self._estimate.rates)
             self._sms[experts, picks] = known
         return known
 
