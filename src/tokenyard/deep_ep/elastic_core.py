@@ -271,7 +271,7 @@ class CoreBuffer:
     def _dispatch(
         self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
-        natives, name = self._natives.check_open(), type(self).__name__
+        natives = self._natives.check_open()
         fresh: elastic_inputs.Fresh | None = None
         known: CoreHandle | None = None
         try:
@@ -284,7 +284,7 @@ class CoreBuffer:
                     fresh = elastic_inputs.check_fresh(natives, data, routing, most)
                 else:
                     known = elastic_inputs.check_cached(
-                        handle, self._kind, name, data, routing, self.group
+                        handle, self._kind, data, routing, self.group
                     )
                     elastic_inputs.check_cached_flags(known, flags)
         except inputs.REFUSED as error:
@@ -362,7 +362,7 @@ class CoreBuffer:
                 later, after = elastic_inputs.check_when(when)
                 elastic_inputs.check_sms(*sms)
                 elastic_inputs.check_deferred(defers, later)
-                elastic_inputs.check_handle(handle, self._kind, type(self).__name__, self.group)
+                elastic_inputs.check_handle(handle, self._kind, self.group)
                 terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
             kind = self._kind

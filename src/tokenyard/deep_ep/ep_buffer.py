@@ -27,7 +27,7 @@ _PLAN = "lb_allocation_plan_or_num_bytes"
 class EPHandle(CoreHandle):
     """Handle of ``EPBuffer.dispatch``; see :class:`CoreHandle`."""
 
-    generation = "DeepEP V2.5"
+    source = "dispatch() of EPBuffer (DeepEP V2.5)"
 
     def __init__(self, inner: NormalHandle, *rest: Any) -> None:
         super().__init__(inner, *rest)

@@ -59,7 +59,7 @@ def check_dispatch(
                 "topk_idx or topk_weights given together with handle: leave them out, the handle "
                 "knows the routing"
             )
-        known = inputs.check_handle(handle, NormalHandle, "dispatch", group)
+        known = inputs.check_handle(handle, NormalHandle, group)
         shape = known.native.num_tokens, known.ep.config.hidden
         meaning = "the shape [T, H] that the handle was made for"
         inputs.array("x", data, meaning, shape, (data.dtype,))
