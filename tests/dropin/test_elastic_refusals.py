@@ -30,6 +30,7 @@ ROWS: Cases = [
     ("x", lambda x: x[0], ("x has shape", "[T, H]")),
     ("x", lambda x: x[:, :0], ("x has shape",)),
     ("x", lambda x: x.double(), ("x is float64",)),
+    ("x", torch._neg_view, ("x is a view that negates its memory",)),
     ("x", lambda x: x.to(torch.float8_e4m3fn), ("without scales", "pair")),
     ("x", lambda x: (x.to(torch.float8_e4m3fn), x.double()), ("x[1] is float64",)),
     ("x", lambda x: (x.to(torch.float8_e4m3fn), x.float()[:-1]), ("x[1] has shape",)),

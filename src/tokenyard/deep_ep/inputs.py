@@ -138,6 +138,8 @@ def array(
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {_bare(value.layout)}, but must be dense: use .to_dense()")
+    if value.is_neg():
+        raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
     if value.shape != shape:
         sizes = "" if None in shape else f" = {list(shape)}"
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")
