@@ -15,12 +15,14 @@ import elastic_cost
 import tokenyard as ty
 from elastic_calls_of import KINDS, fresh, made, world_of
 from nvlink_pool import without_devices
+from tokenyard import deep_ep
 from tokenyard.deep_ep import elastic_facts, elastic_inputs, natives
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
 from tokenyard.deep_ep.ep_buffer import EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.natives import TIMEOUT_VARIABLE
+from tokenyard.engines import failures
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import HOST_VARIABLE, Topology
 
@@ -283,6 +285,24 @@ def test_in_the_capture_of_a_graph(ranks: Ranks) -> None:
                 fresh(buffer, world_of(ranks, "few"))
         finally:
             patch.undo()
+        buffer.destroy()
+
+
+@distributed_test(world_size=1)
+def test_what_to_raise_for_a_slow_rank(ranks: Ranks) -> None:
+    """Errors name what callers of each buffer can set."""
+
+    def slow() -> None:
+        raise ty.PeerTimeout(failures.ADVICE, 1)
+
+    x, v1 = torch.zeros(1), deep_ep.Buffer(ranks.group)
+    buffers = {v1: f"raise {TIMEOUT_VARIABLE}."}
+    for kind in KINDS:
+        buffers[made(ranks, kind)] = f"raise num_gpu_timeout_secs of {kind.__name__}."
+    for buffer, want in buffers.items():
+        with pytest.raises(ty.PeerTimeout) as caught:
+            buffer._streams.run(slow, (), x, None, False)  # pyright: ignore[reportPrivateUsage]
+        assert want in str(caught.value), str(caught.value)
         buffer.destroy()
 
 

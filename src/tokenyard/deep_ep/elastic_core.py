@@ -78,7 +78,11 @@ class CoreBuffer:
             )
         inputs.check_group(group)
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
-        words = {"ExpertParallel": name, "max_tokens_per_rank": "num_max_tokens_per_rank"}
+        words = {
+            "timeout= of ExpertParallel": f"num_gpu_timeout_secs of {name}",
+            "ExpertParallel": name,
+            "max_tokens_per_rank": "num_max_tokens_per_rank",
+        }
         refusal: ValueError | NotSupported | None = None
         try:
             self._settle(sizing, flags, more)
