@@ -13,9 +13,10 @@ from tokenyard.call_queue import Waitable, When
 from tokenyard.calls import Calls, CombineRequest, DispatchRequest
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.handle import Handle
+from tokenyard.handle import Handle, Spec
 from tokenyard.limits import check_result
 from tokenyard.results import Later
+from tokenyard.rows import Payload
 from tokenyard.types import Quantize
 
 _NOW = When(later=False, after=None)
@@ -68,9 +69,7 @@ class Validation:
             tokens, device = payload.x.shape[0], payload.x.device
             weights = checks.check_picks(topk_idx, topk_weights, tokens, device, config)
             spec = checks.check_spec(layout, exact, expert_alignment, capacity)
-            checks.check_bound(tokens, spec, config)
-            by_most = self._calls.engine.counts_by_most
-            check_result(payload, quantize, spec, config, by_most, self._most_bytes)
+            self._check_sizes(payload, quantize, spec)
         check_flag("in_place", in_place)
         if in_place:
             engine, most = self._calls.engine, self._most_bytes
@@ -78,6 +77,28 @@ class Validation:
         request = DispatchRequest(payload, topk_idx, weights, spec, quantize, known, in_place, when)
         self._check_engine(request, options)
         return request
+
+    def checked_dispatch(
+        self,
+        payload: Payload,
+        topk_idx: Tensor | None,
+        weights: Tensor | None,
+        spec: Spec,
+        known: Handle | None,
+    ) -> DispatchRequest:
+        """One whose arguments by themselves are good, as the caller has checked: what is left."""
+        transforms.check(False)
+        if known is None:
+            self._check_sizes(payload, None, spec)
+        request = DispatchRequest(payload, topk_idx, weights, spec, None, known, False, _NOW)
+        self._check_engine(request, None)
+        return request
+
+    def _check_sizes(self, payload: Payload, quantize: Quantize | None, spec: Spec) -> None:
+        """Of a fresh dispatch: its tokens, and what it makes of them."""
+        config, by_most = self._config, self._calls.engine.counts_by_most
+        checks.check_bound(payload.x.shape[0], spec, config)
+        check_result(payload, quantize, spec, config, by_most, self._most_bytes)
 
     def combine(
         self,

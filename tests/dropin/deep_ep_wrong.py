@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenyard import deep_ep
+
 Change = Callable[[Any], Any]
 """From the good value to the bad one."""
 
@@ -72,6 +74,7 @@ def tensors(name: str, *dtypes: torch.dtype, said: str = "") -> Cases:
 
 WHEN: Cases = [
     *(("previous_event", to(value), ("previous_event", "EventOverlap")) for value in EVENTS),
+    ("previous_event", to(deep_ep.EventHandle()), ("an EventHandle", "V2", "must be an EventOv")),
     *flags("async_finish", "allocate_on_comm_stream"),
 ]
 

@@ -139,6 +139,27 @@ def test_refusals(ranks: Ranks) -> None:
 
 
 @distributed_test(world_size=1)
+def test_multiprocessors_that_a_caller_allows(ranks: Ranks) -> None:
+    """None, until a config or ``set_num_sms`` asks for some; 20 in a config is nobody's wish."""
+    buffer, world, patch = deep_ep.Buffer(ranks.group), World.of(ranks), pytest.MonkeyPatch()
+    natives = buffer._natives  # pyright: ignore[reportPrivateUsage]
+    patch.setattr(deep_ep.Buffer, "num_sms", 20)
+    patch.setattr(deep_ep.Buffer, "_num_sms_is_set", False)
+    usual = deep_ep.Buffer.get_dispatch_config(1)
+    try:
+        for wish in (None, 20, 24):
+            if wish:
+                deep_ep.Buffer.set_num_sms(wish)
+            for config, want in ((None, wish), (deep_ep.Config(16), 16)):
+                fresh(buffer, world, config=config)
+                assert natives.num_sms == want
+            fresh(buffer, world, config=usual)
+            assert natives.num_sms == (wish and 20)
+    finally:
+        patch.undo()
+
+
+@distributed_test(world_size=1)
 def test_facts(ranks: Ranks) -> None:
     """Attributes, static methods and hints that frameworks read."""
     buffer = deep_ep.Buffer(

@@ -108,7 +108,7 @@ def test_what_they_are_made_with(make: Callable[..., Any], monkeypatch: pytest.M
             "max_tokens_per_rank": 28,
             "device": CPU,
         }
-        more = {"timeout": 100.0, "spare_sms": BESIDE_COLLECTIVES}
+        more = {"timeout": 100.0, "num_sms": None, "spare_sms": BESIDE_COLLECTIVES}
         assert normal.options == {**same, **more, "engine": "auto", "buffer_bytes": rings}
         assert low.options == {**same, **more, "engine": "low_latency", "buffer_bytes": None}
         assert count.options == normal.options | {
@@ -123,6 +123,20 @@ def test_what_they_are_made_with(make: Callable[..., Any], monkeypatch: pytest.M
         "nvlink",
     ]
     assert {made.options["timeout"] for made in Native.made} == {2.5} and len(Native.made) == 2
+
+
+def test_multiprocessors(make: Callable[..., Any]) -> None:
+    """Of objects of normal mode that are made later, for GPUs; at least two for each rank."""
+    known, gpu, sizes = make(), torch.device("cuda", 0), SIZES[:3]
+    first = known.normal((*sizes, 28, gpu))
+    for number, want in ((24, 24), (2, 4), (0, None)):
+        known.num_sms, later = number, 99 + number
+        on_gpu = known.normal((*sizes, later, gpu)), known.counting(later, gpu)
+        assert [made.options["num_sms"] for made in on_gpu] == [want, want]
+        assert known.low_latency((*sizes, later, gpu)).options["num_sms"] is None
+        assert known.normal((*sizes, later, CPU)).options["num_sms"] is None
+        assert known.normal((*sizes, 28, gpu)) is first
+    assert first.options["num_sms"] is None
 
 
 def test_each_size_has_its_own(make: Callable[..., Any]) -> None:

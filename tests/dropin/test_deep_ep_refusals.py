@@ -19,6 +19,7 @@ from deep_ep_calls import fresh
 from deep_ep_world import World
 from nvlink_pool import without_devices
 from tokenyard import deep_ep
+from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.testing import Ranks, distributed_test
 
 # over gloo every call can be refused; with kernels see ``deep_ep_simulated.refusals``
@@ -113,21 +114,28 @@ def one_rank_is_wrong(ranks: Ranks, calls: Calls, name: str, cases: wrong.Cases)
 )
 @distributed_test(world_size=2)
 def test_collective_calls(ranks: Ranks, name: str) -> None:
-    calls = Calls(ranks)
+    calls, rank = Calls(ranks), ranks.rank
+    elastic = ElasticBuffer(ranks.group, num_max_tokens_per_rank=64, hidden=128)
+    x, idx = calls.world.x[rank], calls.world.idx[rank]
+    later = elastic.dispatch(x, idx, num_experts=calls.world.num_experts)[3]
+    newer = ("handle", wrong.to(later), ("Buffer (DeepEP V1)", "ElasticBuffer (DeepEP V2.1)"))
     cases: dict[str, wrong.Cases] = {
         "dispatch": wrong.DISPATCH,
         "bare": wrong.BARE,
         "cached": [
             *wrong.CACHED,
+            newer,
             ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle")),
         ],
         "combine": [
             *wrong.COMBINE,
+            newer,
             ("handle", wrong.to(calls.padded), ("handle must be", "LowLatencyHandle")),
         ],
         "low_dispatch": wrong.LOW_DISPATCH,
         "low_combine": [
             *wrong.LOW_COMBINE,
+            newer,
             ("handle", wrong.to(calls.handle), ("handle must be", "NormalHandle")),
         ],
     }

@@ -15,12 +15,14 @@ import elastic_cost
 import tokenyard as ty
 from elastic_calls_of import KINDS, fresh, made, world_of
 from nvlink_pool import without_devices
+from tokenyard import deep_ep
 from tokenyard.deep_ep import elastic_facts, elastic_inputs, natives
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
 from tokenyard.deep_ep.ep_buffer import EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.natives import TIMEOUT_VARIABLE
+from tokenyard.engines import failures
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.topology import HOST_VARIABLE, Topology
 
@@ -110,25 +112,28 @@ def test_theoretical_sms_of_every_gate() -> None:
     device = elastic_facts._device_sms()  # pyright: ignore[reportPrivateUsage]
     domains = [Domains(1, 1), Domains(1, 2), Domains(1, 8), Domains(2, 8), Domains(8, 1)]
     gates = product((1, 2, 7, 64, 256), (1, 2, 8, 300))
-    rates = [elastic_facts.DEFAULT_RATES, (1e-9, 1e9, 1e-9, 1e9), (1e9, 1e-9, 1e9, 1e-9)]
+    rates = [elastic_facts.V2_1.rates, (1e-9, 1e9, 1e-9, 1e9), (1e9, 1e-9, 1e9, 1e-9)]
     for (experts, picks), physical, rate in product(gates, domains, rates):
         one = Domains(1, physical.scaleout * physical.scaleup)
-        for logical, overlaps in product({physical, one}, (True, False)):
+        both = elastic_facts.V2_1, elastic_facts.V2_5
+        for logical, overlaps, how in product({physical, one}, (True, False), both):
             number = elastic_facts.theoretical_num_sms(
-                experts, picks, physical, logical, rate, overlaps
+                experts, picks, physical, logical, rate, overlaps, how
             )
             assert 4 <= number <= device and number % 2 == 0
             assert overlaps or number >= min(64, device // 2 * 2)
 
 
 def test_theoretical_sms_as_deep_ep_counts() -> None:
-    """256 experts, 8 picks, ranks on NVLink of 450 GB/s: what its formula gives."""
-    for ranks, number in ((2, 24), (4, 16), (8, 14)):
-        domains = Domains(1, ranks)
-        got = elastic_facts.theoretical_num_sms(
-            256, 8, domains, domains, elastic_facts.DEFAULT_RATES, True
-        )
-        assert got == number
+    """256 experts, 8 picks, ranks on NVLink of 450 GB/s: what the formulas of V2.1 and V2.5 give,
+    and with 16 ranks as two hosts of 8 on a network of 50 GB/s.
+    """
+    one, hosts = [Domains(1, ranks) for ranks in (2, 4, 8)], Domains(2, 8)
+    older, newer = (24, 16, 14, 12), (28, 20, 16, 16)
+    for how, wants in ((elastic_facts.V2_1, older), (elastic_facts.V2_5, newer)):
+        for domains, want in zip((*one, hosts), wants, strict=True):
+            got = elastic_facts.theoretical_num_sms(256, 8, domains, domains, how.rates, True, how)
+            assert got == want, (how, domains)
 
 
 @distributed_test(world_size=1)
@@ -280,6 +285,24 @@ def test_in_the_capture_of_a_graph(ranks: Ranks) -> None:
                 fresh(buffer, world_of(ranks, "few"))
         finally:
             patch.undo()
+        buffer.destroy()
+
+
+@distributed_test(world_size=1)
+def test_what_to_raise_for_a_slow_rank(ranks: Ranks) -> None:
+    """Errors name what callers of each buffer can set."""
+
+    def slow() -> None:
+        raise ty.PeerTimeout(failures.ADVICE, 1)
+
+    x, v1 = torch.zeros(1), deep_ep.Buffer(ranks.group)
+    buffers = {v1: f"raise {TIMEOUT_VARIABLE}."}
+    for kind in KINDS:
+        buffers[made(ranks, kind)] = f"raise num_gpu_timeout_secs of {kind.__name__}."
+    for buffer, want in buffers.items():
+        with pytest.raises(ty.PeerTimeout) as caught:
+            buffer._streams.run(slow, (), x, None, False)  # pyright: ignore[reportPrivateUsage]
+        assert want in str(caught.value), str(caught.value)
         buffer.destroy()
 
 

@@ -16,6 +16,7 @@ from deep_ep_wrong import EVENTS, NO_TENSOR, Cases, flags, tensors, to
 from elastic_calls_of import KINDS, fresh, made, world_of
 from nvlink_pool import without_devices
 from tokenyard import deep_ep
+from tokenyard.deep_ep.hybrid import HybridEPBuffer
 from tokenyard.testing import Ranks, distributed_test
 
 pytestmark = without_devices
@@ -29,6 +30,7 @@ ROWS: Cases = [
     ("x", lambda x: x[0], ("x has shape", "[T, H]")),
     ("x", lambda x: x[:, :0], ("x has shape",)),
     ("x", lambda x: x.double(), ("x is float64",)),
+    ("x", torch._neg_view, ("x is a view that negates its memory",)),
     ("x", lambda x: x.to(torch.float8_e4m3fn), ("without scales", "pair")),
     ("x", lambda x: (x.to(torch.float8_e4m3fn), x.double()), ("x[1] is float64",)),
     ("x", lambda x: (x.to(torch.float8_e4m3fn), x.float()[:-1]), ("x[1] has shape",)),
@@ -155,7 +157,7 @@ def test_calls(ranks: Ranks) -> None:
         name = kind.__name__
         v1 = deep_ep.Buffer(ranks.group)
         layout = v1.get_dispatch_layout(calls.world.idx[ranks.rank], 9)
-        old = v1.dispatch(
+        old: Any = v1.dispatch(
             calls.world.x[ranks.rank],
             None,
             layout[0],
@@ -166,9 +168,16 @@ def test_calls(ranks: Ranks) -> None:
             calls.world.weights[ranks.rank],
         )[4]
         other = Calls(ranks, KINDS[1 - KINDS.index(kind)])
+        hybrid = HybridEPBuffer(ranks.group, 128, 64, 5)
+        picks = calls.world.idx[ranks.rank]
+        rows = calls.world.x[ranks.rank]
+        blocks = hybrid.dispatch_with_permute(hidden=rows, topk_idx=picks, num_of_experts=10)[-1]
+        theirs = f"EPHandle of dispatch() of {type(other.buffer).__name__} (DeepEP V2"
         generations: Cases = [
-            ("handle", to(old), ("EPHandle", name, "DeepEP V1")),
-            ("handle", to(other.handle), ("EPHandle", name, other.handle.generation)),
+            ("handle", to(old), ("EPHandle", name, "dispatch() of Buffer (DeepEP V1)")),
+            ("handle", to((*old,)), ("EPHandle", name, "dispatch() of Buffer (DeepEP V1)")),
+            ("handle", to(blocks), ("EPHandle", name, "_permute() of HybridEPBuffer")),
+            ("handle", to(other.handle), ("EPHandle", name, theirs)),
         ]
         refused(ranks, calls, "fresh", FRESH)
         refused(ranks, calls, "static", [*WHEN[:2], *ROWS[:3], *SMS, *FRESH[-12:-1]])

@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
-from tokenyard.deep_ep.chunks import MOST_SMS, Config, check_config
+from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
@@ -46,7 +46,8 @@ class Buffer(LowLatencyState):
         NotSupported: ``comm`` alone.
     """
 
-    num_sms: int = 20
+    num_sms: int = USUAL_SMS
+    _num_sms_is_set: bool = False
 
     def __init__(
         self,
@@ -103,11 +104,13 @@ class Buffer(LowLatencyState):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number. Configs echo it; engines take what they need."""
+        """Set ``Buffer.num_sms``, an even number: what engines of normal mode may fill, if their
+        first call with new sizes comes later.
+        """
         number = whole("num_sms", new_num_sms, 0, MOST_SMS)
         if number % 2:
             raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
-        Buffer.num_sms = number
+        Buffer.num_sms, Buffer._num_sms_is_set = number, True
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -201,9 +204,8 @@ class Buffer(LowLatencyState):
             topk_idx, topk_weights: ``[T, K]`` global expert ids (-1 = none); floats, or None.
             expert_alignment: round the counts in the list up to a multiple.
             num_worst_tokens: static shapes: so many rows, and no list. At least ``R * max(T)``.
-            config, allocate_on_comm_stream: change nothing.
-            previous_event: what the call waits for.
-            async_finish: run on the communication stream.
+            config: its ``num_sms``, if any, counts. ``allocate_on_comm_stream``: changes nothing.
+            previous_event: to wait for. ``async_finish``: run on the communication stream.
 
         Returns:
             Rows by source rank, then token; local expert ids ``[N, K]`` (-1 elsewhere), as
@@ -227,8 +229,9 @@ class Buffer(LowLatencyState):
             given = data, scales, known
             again, event = run(normal.redispatch, given, data, previous_event, later, known)
             return again, None, None, None, None, event
-        experts = routing.per_expert
-        routed = *picks, is_token_in_rank, experts if topk_idx is None else None, experts.numel()
+        natives.num_sms = num_sms if Buffer._num_sms_is_set or num_sms != USUAL_SMS else None
+        experts = routing.per_expert if topk_idx is None else None
+        routed = *picks, is_token_in_rank, experts, routing.per_expert.numel()
         arguments = natives, data, scales, *routed, *rows, num_sms
         result, event = run(normal.dispatch, arguments, data, previous_event, later)
         return (*result, event)
@@ -260,7 +263,7 @@ class Buffer(LowLatencyState):
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 check_config(config, 0)
-                known = inputs.check_handle(handle, NormalHandle, "dispatch", self.group)
+                known = inputs.check_handle(handle, NormalHandle, self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
             raise normal.refused_combine(natives, error, handle) from None
@@ -375,8 +378,7 @@ class Buffer(LowLatencyState):
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 flag("use_logfmt", use_logfmt)
-                kind, call = LowLatencyHandle, "low_latency_dispatch"
-                known = inputs.check_handle(handle, kind, call, self.group)
+                known = inputs.check_handle(handle, LowLatencyHandle, self.group)
                 rows = decode.written_buffer(known) if flag("zero_copy", zero_copy) else x
                 waits = decode.check_combine(
                     rows, known, topk_idx, topk_weights, out, combine_wait_recv_cost_stats

@@ -1,5 +1,5 @@
-"""DeepEP's ``Config``: how its kernels cut their work. Checked and echoed; the engines here cut
-theirs by themselves.
+"""DeepEP's ``Config``: how its kernels cut their work. Engines here heed ``num_sms``, and cut their
+work by themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ RING_BYTES = 128 << 20
 batch and the hidden size.
 """
 
+USUAL_SMS = 20
+"""DeepEP's choice of multiprocessors. Unless ``Buffer.set_num_sms`` asks for so many, nobody does.
+"""
+
 MOST_SMS = 1024
 """More than any GPU has. Tables in handles have a column for two."""
 
@@ -28,7 +32,7 @@ class Config:
             to (RDMA: at most half of it).
     """
 
-    num_sms: int = 20
+    num_sms: int = USUAL_SMS
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6

@@ -23,7 +23,7 @@ Event = EventHandle | EventOverlap | None
 class EPHandle(CoreHandle):
     """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`."""
 
-    generation = "DeepEP V2.1"
+    source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
 
 
 def _missing(name: str, what: str) -> Callable[..., NoReturn]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tokenyard import autograd, gradients
 from tokenyard.autograd import Call
-from tokenyard.deep_ep import normal
+from tokenyard.deep_ep import native_calls, normal
 from tokenyard.deep_ep.elastic_handle import (
     CoreHandle,
     ReceivedIds,
@@ -21,7 +19,7 @@ from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import Rows
 from tokenyard.results import Received
-from tokenyard.types import Layout, Quantized
+from tokenyard.types import Layout
 
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
@@ -56,25 +54,24 @@ def dispatch(
         (data.shape[1], shape.num_experts, num_topk, object_tokens, data.device),
         object_tokens == shape.num_max_tokens_per_rank,
     )
-    payload = data if scales is None else Quantized(data, scales)
+    layout, alignment, capacity = Layout.FLAT, 1, None
     if shape.do_expand:
-        options: dict[str, Any] = {"layout": Layout.EXPERT_MAJOR}
-        options["expert_alignment"] = shape.expert_alignment
+        layout, alignment = Layout.EXPERT_MAJOR, shape.expert_alignment
         if not exact:
             tokens, local = ep.config.padded_rows, ep.config.most_local_experts
-            options["capacity"] = most_rows(tokens, num_topk, local, shape.expert_alignment)
-        recv = ep.dispatch(payload, topk_idx, weights, exact=exact, **options)
-    else:
-        recv = ep.dispatch(payload, topk_idx, weights, exact=exact)
+            capacity = most_rows(tokens, num_topk, local, alignment)
+    wanted = layout, exact, alignment, capacity
+    recv = native_calls.dispatch(ep, (data, scales), topk_idx, weights, wanted)
     if stats is not None:
         stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
     native = recv.handle
     ids = native.arrived.topk_idx
-    received = ReceivedIds(ids, 0, None)
     if exact and ids is recv.topk_idx:
         received = ReceivedIds(ids, -1 if ids.is_inference() else ids._version, ids.clone())
+    else:
+        received = ReceivedIds(ids, 0, None)
     inner = NormalHandle.of(ep, native, None, kept, shape.num_sms)
     handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -96,8 +93,7 @@ def redispatch(
     of their own.
     """
     ep, native = inner.ep, inner.native
-    payload = data if scales is None else Quantized(data, scales)
-    recv = ep.dispatch(payload, handle=native)
+    recv = native_calls.redispatch(ep, (data, scales), native)
     if weights is not None:
         ids, rows = received.known(), native.num_rows
         weights = gradients.weights_there(_call(inner), weights.float(), ids, rows)

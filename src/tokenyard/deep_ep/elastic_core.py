@@ -61,6 +61,7 @@ class CoreBuffer:
     _kind: ClassVar[type[CoreHandle]]
     _copies_handles: ClassVar[bool] = True
     _sms_together: ClassVar[int] = 1
+    _estimate: ClassVar[elastic_facts.Estimate] = elastic_facts.V2_1
 
     def __init__(
         self,
@@ -77,7 +78,11 @@ class CoreBuffer:
             )
         inputs.check_group(group)
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
-        words = {"ExpertParallel": name, "max_tokens_per_rank": "num_max_tokens_per_rank"}
+        words = {
+            "timeout= of ExpertParallel": f"num_gpu_timeout_secs of {name}",
+            "ExpertParallel": name,
+            "max_tokens_per_rank": "num_max_tokens_per_rank",
+        }
         refusal: ValueError | NotSupported | None = None
         try:
             self._settle(sizing, flags, more)
@@ -211,7 +216,8 @@ class CoreBuffer:
 
         Args:
             num_scaleout_topk: must be 0.
-            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50.
+            rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50
+                (``EPBuffer``: 180 and 45).
         """
         experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
         rates = elastic_facts.check_rates(
@@ -220,19 +226,21 @@ class CoreBuffer:
                 "nvlink_gbs": nvlink_gbs,
                 "sm_read_gbs": sm_read_gbs,
                 "sm_write_gbs": sm_write_gbs,
-            }
+            },
+            self._estimate.rates,
         )
         return self._num_sms(experts, picks, rates)
 
     def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
         domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
-        return elastic_facts.theoretical_num_sms(experts, picks, *domains, rates, overlaps)
+        how = rates, overlaps, self._estimate
+        return elastic_facts.theoretical_num_sms(experts, picks, *domains, *how)
 
     def _usual_sms(self, experts: int, picks: int) -> int:
         """Of a call that does not say."""
         known = self._sms.get((experts, picks))
         if known is None:
-            known = self._num_sms(experts, picks, elastic_facts.DEFAULT_RATES)
+            known = self._num_sms(experts, picks, self._estimate.rates)
             self._sms[experts, picks] = known
         return known
 
@@ -267,7 +275,7 @@ class CoreBuffer:
     def _dispatch(
         self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
-        natives, name = self._natives.check_open(), type(self).__name__
+        natives = self._natives.check_open()
         fresh: elastic_inputs.Fresh | None = None
         known: CoreHandle | None = None
         try:
@@ -280,7 +288,7 @@ class CoreBuffer:
                     fresh = elastic_inputs.check_fresh(natives, data, routing, most)
                 else:
                     known = elastic_inputs.check_cached(
-                        handle, self._kind, name, data, routing, self.group
+                        handle, self._kind, data, routing, self.group
                     )
                     elastic_inputs.check_cached_flags(known, flags)
         except inputs.REFUSED as error:
@@ -358,7 +366,7 @@ class CoreBuffer:
                 later, after = elastic_inputs.check_when(when)
                 elastic_inputs.check_sms(*sms)
                 elastic_inputs.check_deferred(defers, later)
-                elastic_inputs.check_handle(handle, self._kind, type(self).__name__, self.group)
+                elastic_inputs.check_handle(handle, self._kind, self.group)
                 terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
             kind = self._kind

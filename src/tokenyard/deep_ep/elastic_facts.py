@@ -17,10 +17,25 @@ NVLINK_GBS, RDMA_GBS = 450.0, 50.0
 """GB/s each way, of fourth-generation NVLink and of a 400 Gb/s adapter: what counts where a caller
 says nothing."""
 
-SM_READ_GBS, SM_WRITE_GBS = 200.0, 50.0
-"""GB/s of one multiprocessor, as DeepEP counts."""
 
-DEFAULT_RATES = RDMA_GBS, NVLINK_GBS, SM_READ_GBS, SM_WRITE_GBS
+class Estimate(NamedTuple):
+    """How a version of DeepEP estimates multiprocessors.
+
+    Attributes:
+        rates: default GB/s of network, NVLink, and reads and writes of one multiprocessor.
+        margin: times what is needed.
+        unit: numbers are a multiple of this.
+        combines: whether combine counts, too.
+    """
+
+    rates: tuple[float, ...]
+    margin: float
+    unit: int
+    combines: bool
+
+
+V2_1 = Estimate((RDMA_GBS, NVLINK_GBS, 200.0, 50.0), 1.25, 2, combines=False)
+V2_5 = Estimate((RDMA_GBS, NVLINK_GBS, 180.0, 45.0), 1.3, 4, combines=True)
 
 SMS_WITHOUT_GPU = 132
 """Multiprocessors that count where there is no GPU: those of an H100 or H200."""
@@ -71,8 +86,8 @@ def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
     return rings + TOKEN_UNIT * most
 
 
-def check_rates(rates: dict[str, Any]) -> tuple[float, ...]:
-    """GB/s as a caller gave them, in the order of :data:`DEFAULT_RATES`; 0 stands for those.
+def check_rates(rates: dict[str, Any], defaults: tuple[float, ...]) -> tuple[float, ...]:
+    """GB/s as a caller gave them; 0 stands for those of ``defaults``, in the same order.
 
     Raises:
         ValueError: one is no number from 0.
@@ -80,7 +95,7 @@ def check_rates(rates: dict[str, Any]) -> tuple[float, ...]:
     for name, value in rates.items():
         if not 0 <= real(value) < math.inf:
             raise ValueError(f"{name} ({value!r}) must be GB/s, 0 (for a default) or more")
-    given = zip(rates.values(), DEFAULT_RATES, strict=True)
+    given = zip(rates.values(), defaults, strict=True)
     return tuple(real(value) or default for value, default in given)
 
 
@@ -103,6 +118,7 @@ def theoretical_num_sms(
     logical: Domains,
     rates: tuple[float, ...],
     overlaps: bool,
+    estimate: Estimate,
 ) -> int:
     """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly.
     Even, at most those of the GPU. Engines here take what they need; this is what a program may
@@ -125,9 +141,13 @@ def theoretical_num_sms(
         network, inside = 0, near * (1 - 1 / physical.scaleup)
     device = _device_sms()
     seconds = max(network / rdma_gbs, inside / nvlink_gbs)
-    needed = device if not seconds else max(read / read_gbs, written / write_gbs) / seconds
-    number = max(FEWEST_SMS if overlaps else FEWEST_ALONE, 2 * math.ceil(1.25 * needed / 2))
-    return min(number, device // 2 * 2)
+    copying = max(read / read_gbs, written / write_gbs)
+    if estimate.combines:
+        back = (written - inside) / read_gbs, (read + inside) / write_gbs
+        copying = max(copying, *back)
+    needed, unit = device if not seconds else copying / seconds, estimate.unit
+    number = unit * math.ceil(estimate.margin * needed / unit)
+    return min(max(FEWEST_SMS if overlaps else FEWEST_ALONE, number), device // 2 * 2)
 
 
 def reached(num_experts: int, num_topk: int, num_groups: int) -> float:

@@ -67,13 +67,14 @@ class CoreHandle:
     the buffer that made it is destroyed.
 
     Attributes:
+        source: the call that returns such, for errors.
         inner: the native handle, as ``Buffer`` holds one.
         received: the ids that arrived.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
 
-    generation: ClassVar[str]
+    source: ClassVar[str]
     token_metadata_at_forward = channel_linked_list = None
 
     def __init__(

@@ -13,7 +13,7 @@ from tokenyard.deep_ep import decode, inputs, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import LazyTuple, NormalHandle
+from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import array, flag, likely, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, COMBINE, DISPATCH
@@ -151,7 +151,7 @@ def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> 
 
 
 def check_cached(
-    handle: Any, kind: type[CoreHandle], buffer: str, data: Tensor, routing: Routing, group: Any
+    handle: Any, kind: type[CoreHandle], data: Tensor, routing: Routing, group: Any
 ) -> CoreHandle:
     """A cached dispatch has its routing from a ``handle`` of this ``kind``, and perhaps new
     weights.
@@ -160,7 +160,7 @@ def check_cached(
         raise ValueError(
             "topk_idx given together with handle: leave it out, the handle knows the routing"
         )
-    check_handle(handle, kind, buffer, group)
+    check_handle(handle, kind, group)
     check_sms(routing.num_sms, routing.num_qps)
     if routing.num_experts is not None:
         _same("num_experts", routing.num_experts, handle.num_experts)
@@ -196,20 +196,12 @@ def _same(name: str, given: Any, known: int) -> None:
         raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
 
 
-def check_handle(handle: Any, kind: type[CoreHandle], buffer: str, group: Any) -> CoreHandle:
+def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
     """A handle that a dispatch of this generation returned, whose buffer lives."""
-    if isinstance(handle, kind):
-        inputs.check_handle(handle.inner, NormalHandle, "dispatch", group)
-        return handle
-    given = f"a {type(handle).__name__}"
-    if isinstance(handle, CoreHandle):
-        given = f"one of {handle.generation}"
-    elif isinstance(handle, LazyTuple):
-        given = "a tuple of Buffer (DeepEP V1)"
-    raise ValueError(
-        f"handle must be the EPHandle that dispatch() of {buffer} ({kind.generation}) returned, "
-        f"not {given}"
-    )
+    if not isinstance(handle, kind):
+        given = inputs.told(handle)
+        raise ValueError(f"handle must be the EPHandle that {kind.source} returned, not {given}")
+    inputs.check_handle(handle.inner, NormalHandle, group)
 
 
 def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
+from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
@@ -26,7 +27,7 @@ _PLAN = "lb_allocation_plan_or_num_bytes"
 class EPHandle(CoreHandle):
     """Handle of ``EPBuffer.dispatch``; see :class:`CoreHandle`."""
 
-    generation = "DeepEP V2.5"
+    source = "dispatch() of EPBuffer (DeepEP V2.5)"
 
     def __init__(self, inner: NormalHandle, *rest: Any) -> None:
         super().__init__(inner, *rest)
@@ -62,7 +63,7 @@ class EPBuffer(CoreBuffer, LoadBalance):
     All others, and errors, as of ``ElasticBuffer`` (``tokenyard.deep_ep.elastic``).
     """
 
-    _kind, _copies_handles, _sms_together = EPHandle, False, 2
+    _kind, _copies_handles, _sms_together, _estimate = EPHandle, False, 2, V2_5
 
     @with_rest(PATIENCE)
     def __init__(

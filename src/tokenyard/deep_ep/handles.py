@@ -48,11 +48,13 @@ class LazyTuple(tuple[Any, ...]):
     are None.
 
     Attributes:
+        source: the call that returns such, for errors.
         ep, native: the object that dispatched, and its handle.
         made_on: the communication stream that made it; None if the caller's did.
     """
 
     makers: ClassVar[tuple[Callable[[Any], Any], ...]]
+    source: ClassVar[str]
     ep: ExpertParallel
     native: Handle
     made_on: Any = None
@@ -178,6 +180,7 @@ class NormalHandle(LazyTuple):
         cut_to: rows of the dispatched result if the native one has more, else None.
     """
 
+    source = "dispatch() of Buffer (DeepEP V1)"
     cut_to: int | None = None
     _in_ranks: Tensor | None
     _topk_idx: Tensor | None
@@ -321,6 +324,7 @@ class LowLatencyHandle(LazyTuple):
         next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.
     """
 
+    source = "low_latency_dispatch() of Buffer (DeepEP V1)"
     next_buffer: Tensor | None = None
 
     @classmethod

@@ -246,9 +246,7 @@ class HybridEPBuffer:
         handle: Any,
         waits: bool,
     ) -> calls.Dispatched:
-        natives, kind, call = self._natives, HybridHandle, "dispatch"
-        if shape.permuted:
-            kind, call = PermutedHandle, "dispatch_with_permute"
+        natives, kind = self._natives, PermutedHandle if shape.permuted else HybridHandle
         known: Any = None
         try:
             with DisableTorchFunction():
@@ -257,7 +255,7 @@ class HybridEPBuffer:
                         natives, hidden, scales, shape, routing, self.config
                     )
                 else:
-                    known = _checked(handle, kind, call, self.group)
+                    known = _checked(handle, kind, self.group)
                     given = calls.check_again(hidden, scales, shape, routing, known)
         except inputs.REFUSED as error:
             raise self._refused(error, hidden, shape, routing, handle) from None
@@ -272,10 +270,9 @@ class HybridEPBuffer:
         self, hidden: Any, probs: Any, handle: Any, pad_multiple: Any, kind: type[HybridHandle]
     ) -> tuple[Tensor, Tensor | None]:
         natives = self._natives
-        call = "dispatch_with_permute" if kind is PermutedHandle else "dispatch"
         try:
             with DisableTorchFunction():
-                known = _checked(handle, kind, call, self.group)
+                known = _checked(handle, kind, self.group)
                 rows, weights = calls.check_combine(hidden, probs, pad_multiple, known)
         except inputs.REFUSED as error:
             raise calls.refused_with(natives, error, handle, COMBINE) from None
@@ -296,12 +293,12 @@ class HybridEPBuffer:
         return calls.refused(self._natives, error, hidden, shape, routing, self.config)
 
 
-def _checked(handle: Any, kind: type[HybridHandle], call: str, group: Any) -> Any:
+def _checked(handle: Any, kind: type[HybridHandle], group: Any) -> Any:
     """A handle of the very ``kind``: one kind is a special case of the other."""
-    known = inputs.check_handle(handle, kind, call, group)
+    known = inputs.check_handle(handle, kind, group)
     if type(known) is not kind:
         raise ValueError(
-            f"handle is of dispatch_with_permute(), but this call takes that of {call}(): use "
+            f"handle is of {known.source}, but this call takes that of {kind.source}: use "
             f"combine_with_unpermute(), or dispatch()"
         )
     return known

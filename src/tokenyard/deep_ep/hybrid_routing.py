@@ -77,6 +77,7 @@ class HybridHandle(LazyTuple):
         first: column of this rank's first expert among those of its node.
     """
 
+    source = "dispatch() of HybridEPBuffer"
     topk_idx: Tensor
     config: BufferConfig
     first: int
@@ -146,6 +147,8 @@ class PermutedHandle(HybridHandle):
     num_of_tokens_per_rank, config, overflow_flag int32 [1])``; see :class:`HybridHandle`. The last
     is 1 if rows were dropped for want of ``num_permuted_tokens``.
     """
+
+    source = "dispatch_with_permute() of HybridEPBuffer"
 
     def tokens_per_expert(self) -> Tensor:
         """Without padding; dropped rows count."""

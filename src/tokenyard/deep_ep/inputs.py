@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tokenyard.api import ExpertParallel
 from tokenyard.arguments import LARGEST, MOST_PICKS
-from tokenyard.deep_ep.events import EventOverlap
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple, of_items
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
@@ -111,9 +112,12 @@ def check_when(
 ) -> bool:
     """What a call waits for, and who waits for it; returns whether it is asynchronous."""
     if previous_event is not None and not isinstance(previous_event, EventOverlap):
+        given = repr(previous_event)
+        if isinstance(previous_event, EventHandle):
+            given = "an EventHandle, such as capture() of DeepEP V2 returns"
         raise ValueError(
-            f"previous_event ({previous_event!r}) must be an EventOverlap, such as "
-            f"Buffer.capture() returns, or None"
+            f"previous_event ({given}) must be an EventOverlap, such as Buffer.capture() of DeepEP "
+            f"V1 returns, or None"
         )
     flag("allocate_on_comm_stream", allocate_on_comm_stream)
     return flag("async_finish", async_finish)
@@ -134,6 +138,8 @@ def array(
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{name} is {_bare(value.layout)}, but must be dense: use .to_dense()")
+    if value.is_neg():
+        raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
     if value.shape != shape:
         sizes = "" if None in shape else f" = {list(shape)}"
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")
@@ -238,15 +244,15 @@ def check_ids(topk_idx: Any) -> None:
     array("topk_idx", topk_idx, "[T, K]", _like(topk_idx, None), INDEX_DTYPES)
 
 
-def check_handle(handle: Any, kind: type[Known], call: str, group: Any) -> Known:
-    """The tuple that ``call`` returned, also if only its items are given. It is good for any buffer
-    of its group, as long as the one that made it is not destroyed.
+def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
+    """A tuple of this ``kind``, also if only its items are given. It is good for any buffer of its
+    group, as long as the one that made it is not destroyed.
     """
     handle = of_items(handle)
     if not isinstance(handle, kind):
         raise ValueError(
-            f"handle must be the tuple that {call}() of this library returned, or one of its items "
-            f"in the memory they were returned in, not a {type(handle).__name__}"
+            f"handle must be the tuple that {kind.source} returned, or one of its items in the "
+            f"memory they were returned in, not {told(handle)}"
         )
     ep = handle.ep
     calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
@@ -263,6 +269,14 @@ def check_handle(handle: Any, kind: type[Known], call: str, group: Any) -> Known
             f"{_members(group)}: use a Buffer of the group that dispatched"
         )
     return handle
+
+
+def told(handle: Any) -> str:
+    """What was given for a handle, and if it is one, or items of one, whose."""
+    with suppress(ValueError):
+        handle = of_items(handle)
+    source = getattr(handle, "source", "")
+    return type(handle).__name__ + (f" of {source}" if source else "")
 
 
 def of_group(ep: ExpertParallel, group: Any) -> bool:

@@ -38,8 +38,7 @@ class LowLatencyState:
         bf16 ``[L, R * M, H]``, one per handle.
         """
         self._natives.check_open()
-        call = "low_latency_dispatch"
-        known = inputs.check_handle(handle, LowLatencyHandle, call, self.group)
+        known = inputs.check_handle(handle, LowLatencyHandle, self.group)
         if known.next_buffer is None:
             known.next_buffer = known.ep.empty_for_combine(known.native)
         return known.next_buffer

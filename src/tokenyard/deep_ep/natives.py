@@ -73,6 +73,8 @@ class Natives:
 
     Attributes:
         kind: of handles in normal mode.
+        num_sms: multiprocessors of a GPU that the caller allows normal mode; None: what engines
+            need. Counts when an object is made.
         last_normal, last_low_latency: the object of the last call in a mode.
     """
 
@@ -97,6 +99,7 @@ class Natives:
         self._counting: dict[Sizes, ExpertParallel] = {}
         self._low: dict[Sizes, Turns] = {}
         self._closed = False
+        self.num_sms: int | None = None
         self.last_normal: ExpertParallel | None = None
         self.last_low_latency: ExpertParallel | None = None
 
@@ -121,7 +124,9 @@ class Natives:
         return width, self.world_size, 1, self.world_size, device
 
     def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes)
+        allowed = self.num_sms if sizes[-1].type == "cuda" else None
+        num_sms = max(allowed, 2 * self.world_size) if allowed else None  # engines need as many
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes, num_sms)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
@@ -223,7 +228,12 @@ class Natives:
         return made
 
     def _make(
-        self, sizes: Sizes, variable: str, default: str, buffer_bytes: int | None = None
+        self,
+        sizes: Sizes,
+        variable: str,
+        default: str,
+        buffer_bytes: int | None = None,
+        num_sms: int | None = None,
     ) -> ExpertParallel:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -243,6 +253,7 @@ class Natives:
                 engine=engine,
                 timeout=timeout,
                 buffer_bytes=buffer_bytes,
+                num_sms=num_sms,
                 spare_sms=BESIDE_COLLECTIVES,
             )
         # handles outlive their buffer, as in DeepEP

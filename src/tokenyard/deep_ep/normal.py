@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tokenyard.arguments import MOST_EXPERTS
-from tokenyard.deep_ep import inputs
+from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.handles import NormalHandle, num_nodes
 from tokenyard.deep_ep.inputs import likely, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import expert_bounds, host_ints
-from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Quantized
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Layout
 
 MAX_TOKENS = 128
 """Every native object has a bound of tokens; the exact shapes of normal mode do not use it."""
@@ -59,7 +59,7 @@ def check_dispatch(
                 "topk_idx or topk_weights given together with handle: leave them out, the handle "
                 "knows the routing"
             )
-        known = inputs.check_handle(handle, NormalHandle, "dispatch", group)
+        known = inputs.check_handle(handle, NormalHandle, group)
         shape = known.native.num_tokens, known.ep.config.hidden
         meaning = "the shape [T, H] that the handle was made for"
         inputs.array("x", data, meaning, shape, (data.dtype,))
@@ -189,7 +189,8 @@ def dispatch(
         picks, num_experts = torch.where(in_ranks, ranks, -1), size
     bound = -(-worst // size) if worst else MAX_TOKENS
     ep = natives.normal((data.shape[1], num_experts, picks.shape[1], bound, data.device))
-    recv = ep.dispatch(_payload(data, scales), picks, weights, exact=not worst)
+    shape = Layout.FLAT, not worst, 1, None
+    recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
     native = recv.handle
     handle = natives.kind.of(ep, native, in_ranks, topk_idx, num_sms)
     if worst:
@@ -206,7 +207,7 @@ def dispatch(
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
     """Rows along a known routing."""
-    recv = handle.ep.dispatch(_payload(data, scales), handle=handle.native)
+    recv = native_calls.redispatch(handle.ep, (data, scales), handle.native)
     return _rows(recv) if handle.cut_to is None else _cut(recv, handle.cut_to)[0]
 
 
@@ -231,10 +232,6 @@ def aligned(counts: list[int], alignment: int) -> list[int]:
     [0, 4, 8]
     """
     return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
-
-
-def _payload(data: Tensor, scales: Tensor | None) -> Tensor | Quantized:
-    return data if scales is None else Quantized(data, scales)
 
 
 def _rows(recv: Received) -> Rows:

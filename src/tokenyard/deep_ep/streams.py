@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 
 
 WORDS = {
+    "timeout= of ExpertParallel": "TOKENYARD_DEEP_EP_TIMEOUT",
     "ExpertParallel": "Buffer",
     "max_tokens_per_rank": "tokens per rank (num_max_dispatch_tokens_per_rank, or num_worst_tokens "
     "by ranks)",
