@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_GROUP = 128
-"""Channels that share a scale."""
-_LARGEST, _LEAST = 448.0, 1e-4
+from tokenyard.formats import FORMATS
+from tokenyard.types import Quantize
+
+_FP8 = FORMATS[Quantize.FP8]
+_GROUP, _LARGEST, _LEAST = _FP8.block, _FP8.largest, _FP8.smallest
 
 
 def ceil_div(x: int, y: int) -> int:
