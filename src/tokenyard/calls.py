@@ -296,7 +296,7 @@ class Calls(Guard):
         return self.queue.hold(made if when.in_two else lambda: made)
 
     def _work_of(self, ticket: int) -> Any:
-        return self.queue.work_of(ticket) if ticket != NO_TICKET else None
+        return self.queue.work_of(ticket, self.wait) if ticket != NO_TICKET else None
 
     def _waited_for(self, result: Result, when: When, ticket: int) -> Result:
         if not when.later:

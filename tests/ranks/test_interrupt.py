@@ -117,6 +117,16 @@ CALLS: dict[str, tuple[str, Callable[[ty.ExpertParallel, Inputs], Any]]] = {
     "async": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).wait()),
     "hook": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, return_hook=True).hook()),
     "read": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).x),
+    "work": (
+        "dispatch #2",
+        lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).work().wait(),
+    ),
+    "after": (
+        "dispatch #2",
+        lambda ep, i: ep.dispatch(
+            i.x, i.topk_idx, after=ep.dispatch(i.x, i.topk_idx, async_op=True)
+        ),
+    ),
     "behind": (
         "dispatch #2",
         lambda ep, i: (ep.dispatch(i.x, i.topk_idx, async_op=True), ep.dispatch(i.x, i.topk_idx)),
