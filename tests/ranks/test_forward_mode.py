@@ -286,6 +286,31 @@ def test_vmap_is_refused_before_anything_moves(ranks: Ranks, how: str) -> None:
         assert torch.equal(fresh.x, case.expected[ranks.rank].x)
 
 
+@pytest.mark.parametrize("how", ["linearize", "functionalize"])
+@distributed_test(world_size=2)
+def test_traces_of_torch_func_are_refused(ranks: Ranks, how: str) -> None:
+    """The other rank, which traces nothing, learns why."""
+    case = Case(ranks.world_size, dtype=torch.float32)
+    with case.make(ranks) as ep:
+        if ranks.rank == 0:
+            idx, _ = case.picks[0]
+            traced = {
+                "linearize": lambda: torch.func.linearize(
+                    lambda x: ep.dispatch(x, idx).x, case.x[0]
+                ),
+                "functionalize": lambda: torch.func.functionalize(lambda x: ep.dispatch(x, idx).x)(
+                    case.x[0]
+                ),
+            }
+            with pytest.raises(ty.NotSupported, match=r"torch\.func\.linearize.*torch\.func\.jvp"):
+                traced[how]()
+        else:
+            with pytest.raises(ty.PeerError, match=r"rank 0 refused .*linearize"):
+                dispatch(ranks, ep, case)
+        fresh = dispatch(ranks, ep, case)
+        assert torch.equal(fresh.x, case.expected[ranks.rank].x)
+
+
 @pytest.mark.parametrize("what", ["quantize", "cached", "scales"])
 @distributed_test(world_size=2)
 def test_tangents_that_would_be_dropped_are_refused(ranks: Ranks, what: str) -> None:
