@@ -17,7 +17,7 @@ NO_VMAP = (
     "or make it tokens with x.flatten(0, 1)"
 )
 NO_TRACE = (
-    "dispatch and combine cannot be traced by torch.func.linearize or functionalize, as their sizes "
+    "dispatch and combine cannot be traced by torch.func.linearize or functionalize, as sizes "
     "depend on what comes: call torch.func.jvp for each tangent"
 )
 _FUNCTORCH: Any = torch._C._functorch  # pyright: ignore
