@@ -319,6 +319,7 @@ class Calls(Guard):
             num_tokens=ids.shape[0],
             num_rows=self._padded_rows if padded else received.x.shape[0],
             has_weights=request.weights is not None,
+            num_ranks=self.config.world_size,
             index_dtype=ids.dtype,
             plan=plan,
             arrived=arrived,
