@@ -26,6 +26,10 @@ MAX_OUTSTANDING = 8
 """Asynchronous calls that may be started and not yet waited for."""
 
 
+Wait = Callable[[Callable[[], Any]], Any]
+"""Returns what the call that it is given returns."""
+
+
 class Waitable(Protocol):
     """What ``after=`` takes: a CUDA event, an asynchronous result, anything with ``wait()``."""
 
@@ -236,12 +240,14 @@ class CallQueue:
             keep_for(result, here)
         return result
 
-    def work_of(self, ticket: int) -> Work | None:
-        """The call behind ``ticket``, to wait for without its result; None if none was started."""
+    def work_of(self, ticket: int, wait: Wait) -> Work | None:
+        """The call behind ``ticket``, to wait for without its result; None if none was started.
+        The host waits through ``wait``, a method, as long as there is its object.
+        """
         future, (done, *_) = self._started.get(ticket), self._issued.get(ticket, (None,))
         if isinstance(future, Future):
-            return Work(future, done)
-        return None if future is None or done is None or future.error else Work(None, done)
+            return Work(future, done, wait)
+        return None if future is None or done is None or future.error else Work(None, done, wait)
 
     def drop(self, ticket: int) -> None:
         """Forget a call that nobody waits for any more; it still runs, in its turn."""
@@ -273,8 +279,11 @@ class CallQueue:
 class Work:
     """A call under way, on a thread, on a stream (``done`` is behind it) or both; no result."""
 
-    def __init__(self, future: Future[Any] | None, done: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, future: Future[Any] | None, done: torch.cuda.Event | None, wait: Wait
+    ) -> None:
         self._future, self._done = None if future is None else weakref.ref(future), done
+        self._wait = weakref.WeakMethod(wait)
         self._captured = done is not None and torch.cuda.is_current_stream_capturing()
         self._process = os.getpid()
 
@@ -290,8 +299,9 @@ class Work:
                 f"wait for it there"
             )
         future = None if self._future is None else self._future()
-        if future is not None:
-            future.result()
+        wait = self._wait()
+        if future is not None and wait is not None:
+            wait(partial(_result_of, future))
         if self._done is not None:
             self._done.wait()
 

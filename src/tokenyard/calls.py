@@ -296,7 +296,7 @@ class Calls(Guard):
         return self.queue.hold(made if when.in_two else lambda: made)
 
     def _work_of(self, ticket: int) -> Any:
-        return self.queue.work_of(ticket) if ticket != NO_TICKET else None
+        return self.queue.work_of(ticket, self.wait) if ticket != NO_TICKET else None
 
     def _waited_for(self, result: Result, when: When, ticket: int) -> Result:
         if not when.later:
@@ -319,6 +319,7 @@ class Calls(Guard):
             num_tokens=ids.shape[0],
             num_rows=self._padded_rows if padded else received.x.shape[0],
             has_weights=request.weights is not None,
+            num_ranks=self.config.world_size,
             index_dtype=ids.dtype,
             plan=plan,
             arrived=arrived,

@@ -112,6 +112,8 @@ def _tensor(name: str, value: Any, shape: _Shape) -> Tensor:
             f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use "
             f".to_dense()"
         )
+    if value.is_nested:
+        raise ValueError(f"{name} is a nested tensor, but must be dense: use .to_padded_tensor(0)")
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
     if value.dim() != len(shape.sizes):

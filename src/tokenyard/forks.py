@@ -59,9 +59,11 @@ def _in_child() -> None:
         f"belongs to process {os.getppid()}, of which this one is a fork (start processes that "
         "need one by 'spawn' or 'forkserver', or make it, and its process group, in the child)"
     )
-    for thing in list(_watched):
+    things = list(_watched)
+    _watched.clear()  # a child of this one has nothing to do with them
+    for thing in things:
         thing.disown(why)
-    if _watched and dist.is_initialized():
+    if things and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
             _inherited.add(id(group))
             keep_for_ever(group)

@@ -75,6 +75,7 @@ class Handle:
         num_tokens: T of the dispatch, rows of the combined result.
         num_rows: rows of the dispatched result (``[L * R * M]`` for ``EXPERT_PADDED``).
         has_weights: whether weights rode along.
+        num_ranks: R, also those that are gone.
         index_dtype: dtype of the ``topk_idx`` that was dispatched.
         asked: that and its weights as they were given, if picks went elsewhere (``redirect.py``).
     """
@@ -84,6 +85,7 @@ class Handle:
     num_tokens: int
     num_rows: int
     has_weights: bool
+    num_ranks: int
     index_dtype: torch.dtype
     plan: Plan
     arrived: Arrived
@@ -101,11 +103,12 @@ class Handle:
         """
         keep_for((*self.plan, *self.arrived), stream)
 
-    def rows_between(self, num_ranks: int) -> Tensor | None:
+    def rows_between(self) -> Tensor | None:
         """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.
 
         None where the host does not know: static shapes, or more ranks than ``MOST_MATRIX_RANKS``.
         """
+        num_ranks = self.num_ranks
         if not self.spec.exact or num_ranks > MOST_MATRIX_RANKS:
             return None
         return self.plan.splits[2 * num_ranks + 1 :][: num_ranks**2].view(num_ranks, num_ranks)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,12 @@ class Recoverable:
     _store: dist.Store | None
     _most_bytes: int
     _replicas: Tensor | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an ExpertParallel can be neither copied nor pickled, as it is a place among ranks: "
+            "make another one on each of them"
+        )
 
     def _begin(self, choice: Choice) -> None:
         """Make the engine of an epoch."""

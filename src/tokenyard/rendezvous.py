@@ -75,8 +75,9 @@ def check_group(
         group = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
         group = _group_of(group)
-    given: object = group  # an int stands for "not a member"
-    if group is not None and not isinstance(given, (dist.ProcessGroup, int)):
+    given: Any = group
+    outside = given is None or given == dist.GroupMember.NON_GROUP_MEMBER
+    if not (outside or isinstance(given, dist.ProcessGroup)):
         raise ValueError(
             f"group ({group!r}) must be a torch.distributed.ProcessGroup, a DeviceMesh or None"
         )

@@ -21,10 +21,11 @@ class Traffic(NamedTuple):
 _LABELS = ("rank", "op", "direction", "peer", "for", "source")
 
 
-def _shown(labels: Mapping[str, str]) -> str:
+def _shown(labels: Mapping[str, object]) -> str:
     """Labels as Prometheus reads them."""
     escaped = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-    return "{" + ",".join(f'{name}="{labels[name].translate(escaped)}"' for name in labels) + "}"
+    told = (f'{name}="{str(value).translate(escaped)}"' for name, value in labels.items())
+    return "{" + ",".join(told) + "}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Stats:
         now.waits = {what: seconds[:] for what, seconds in list(self.waits.items())}
         return now
 
-    def prometheus(self, **labels: str) -> str:
+    def prometheus(self, **labels: object) -> str:
         """The totals in Prometheus' text format. ``labels`` are added to each: ``layer="3"``, say,
         where there are several objects.
 

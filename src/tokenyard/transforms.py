@@ -16,6 +16,10 @@ NO_VMAP = (
     "jacfwd and hessian, is_grads_batched=True): each is one collective call. Loop over the batch, "
     "or make it tokens with x.flatten(0, 1)"
 )
+NO_TRACE = (
+    "dispatch and combine cannot be traced by torch.func.linearize or functionalize, as sizes "
+    "depend on what comes: call torch.func.jvp for each tangent"
+)
 _FUNCTORCH: Any = torch._C._functorch  # pyright: ignore
 
 
@@ -37,6 +41,14 @@ def in_vmap(*tensors: Tensor) -> bool:
         return True
     stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
     return any(each.key() == _FUNCTORCH.TransformType.Vmap for each in stack)
+
+
+def in_trace() -> bool:
+    """Whether a transform of ``torch.func`` that traces is active."""
+    stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
+    if any(each.key() == _FUNCTORCH.TransformType.Functionalize for each in stack):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # pyright: ignore
 
 
 def forward_level() -> int:
@@ -73,11 +85,13 @@ def is_followed(*tensors: Any) -> bool:
 
 def check(later: bool) -> None:
     """Raise where calls cannot be made. ``later``: the call is to be waited for later."""
-    if torch.compiler.is_compiling() or not in_functorch():
+    if torch.compiler.is_compiling() or not (in_functorch() or in_forward_mode()):
         return
     if in_vmap():
         raise NotSupported(NO_VMAP)
-    if later:
+    if in_trace():
+        raise NotSupported(NO_TRACE)
+    if later and in_functorch():
         raise NotSupported(
             "async_op and return_hook do not work under transforms of torch.func: leave them out "
             "there, or use backward() and "

@@ -157,6 +157,9 @@ class Validation:
         """When and how a call is to be made. ``derives``: it works on its arguments at once, so
         ``after`` is waited for here.
         """
+        if async_op is not False or return_hook is not False:
+            check_flag("async_op", async_op)
+            check_flag("return_hook", return_hook)
         later = async_op or return_hook
         transforms.check(later)
         if not later and after is None and options is None:
@@ -167,6 +170,8 @@ class Validation:
         if after is not None and derives:
             after.wait()
             after = None
+        if options is not None and not isinstance(options, CallOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"options ({options!r}) must be a tokenyard.CallOptions or None")
         if options is not None and options.need_low_latency:
             self._calls.need_low("takes no options of a call but lost_weights")
         if self._calls.low is None:

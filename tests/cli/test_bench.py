@@ -362,6 +362,7 @@ def test_two_ranks_write_json_and_png(tmp_path: Path) -> None:
             "Invalid value for --hidden: '2147483648' must be a whole number of at least 1 (at "
             "most 2147483647)",
         ),
+        (["--ranks", "257"], "should be less than or equal to 256"),
         (["--topk", "9"], "Invalid value for --topk: 9 must be at most --experts 5"),
         (["--engine", "warp"], "Invalid value for --engine: 'warp' is unknown"),
     ],

@@ -321,6 +321,7 @@ def test_without_any_readme_a_text_must_be_named(monkeypatch: pytest.MonkeyPatch
         (["--text", "/dev/null"], "null is empty"),
         (["--topk", "17"], "17 experts per token, but there are 16"),
         (["--ranks", "0"], "Invalid value for '--ranks'"),
+        (["--ranks", "257"], "should be less than or equal to 256"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--engine", "warp"], "'warp' is unknown; use one of auto"),
         (

@@ -342,6 +342,7 @@ def test_indices_to_map() -> None:
     assert probs is not None
     assert probs.tolist() == [[0.25, 0.0, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     assert indices_to_map(idx.int(), None, 3, 3)[1] is None
+    assert torch.equal(indices_to_map(torch.where(idx < 0, 7, idx), None, 3, 3)[0], table)
 
 
 @distributed_test(world_size=2)
@@ -433,6 +434,8 @@ def test_bad_input(ranks: Ranks) -> None:
     table, probs = maps(world, rank)
     good: dict[str, Any] = {"hidden": world.x[rank], "routing_map": table, "probs": probs}
     picks = {"hidden": world.x[rank], "topk_idx": world.idx[rank], "num_of_experts": EXPERTS}
+    weights, beyond = {"topk_weights": world.weights[rank]}, world.idx[rank].clone()
+    beyond[2, 1] = EXPERTS
     rows, there, _, _, handle = buffer.dispatch_with_permute(**good, pad_multiple=8)
     flat = buffer.dispatch(**good)
     other = tuple(buffer.dispatch_with_permute(**good)[4])
@@ -452,6 +455,7 @@ def test_bad_input(ranks: Ranks) -> None:
         (fresh, good, {"hidden": data}, ("scaling_factor is missing",)),
         (fresh, good, {"hidden": data, "scaling_factor": probs[1:]}, ("scaling_factor has shape",)),
         (fresh, good, {"pad_multiple": -1}, ("pad_multiple (-1)",)),
+        (fresh, good, {"pad_multiple": 1 << 17}, ("pad_multiple (131072)", "65536")),
         (fresh, good, {"num_of_experts_per_rank": 5}, ("routing_map has shape", "10 experts")),
         (fresh, good, {"use_fp8": "yes"}, ("use_fp8",)),
         (fresh, good, {"colour": 1}, ("colour",)),
@@ -459,6 +463,8 @@ def test_bad_input(ranks: Ranks) -> None:
         (fresh, picks, {"num_of_experts": None}, ("num_of_experts (None) must be 12",)),
         (fresh, picks, {"num_of_experts": 6}, ("num_of_experts (6) must be 12",)),
         (fresh, picks, {"topk_idx": world.idx[rank].float()}, ("topk_idx is float32",)),
+        (fresh, picks, {"topk_idx": beyond}, ("topk_idx[2, 1] is 12", "12 experts")),
+        (fresh, picks | weights, {"topk_idx": beyond}, ("topk_idx[2, 1] is 12", "12 experts")),
         (again, known, {"hidden": world.x[rank][1:]}, ("hidden has shape", "handle was made")),
         (again, known, {"num_permuted_tokens": len(rows) + 1}, ("num_permuted_tokens", "rows of")),
         (again, known, {"pad_multiple": 4}, ("pad_multiple (4) must be 8",)),

@@ -277,7 +277,7 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
             [
                 *(
                     ("group", wrong.to(each), ("group", "ProcessGroup"))
-                    for each in ("world", [0, 1], object(), True)
+                    for each in ("world", [0, 1], object(), True, 5)
                 ),
                 ("group", wrong.to(-100), ("not a member",)),
                 ("group", wrong.to(None), ("Either 'group' or 'comm'",)),

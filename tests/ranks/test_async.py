@@ -89,9 +89,13 @@ def test_after_is_waited_for(ranks: Ranks) -> None:
         assert waited == [True]
         dispatch(ranks, ep, case, after=Before())
         assert waited == [True, True]
-        chained = ep.dispatch(
-            case.x[ranks.rank].to(ranks.device), handle=recv.handle, async_op=True, after=recv
-        )
+        x = case.x[ranks.rank].to(ranks.device)
+        for tracked in (False, True):
+            leaf = x.clone().requires_grad_(tracked)
+            ep.dispatch(leaf, handle=recv.handle, after=Before())
+            ep.combine(recv.x.clone().requires_grad_(tracked), recv.handle, after=Before())
+        assert waited == [True] * 6
+        chained = ep.dispatch(x, handle=recv.handle, async_op=True, after=recv)
         assert torch.equal(chained.x, recv.x)
 
 

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,12 @@ def bad(words: str, change: Callable[[Any], dict[str, Any]], **more: Any) -> Bad
     return Bad(change, tuple(words.split("|")), **more)
 
 
+def nested(rows: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor(list(rows))
+
+
 def picks_with(inputs: Inputs, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     idx = inputs.topk_idx.to(dtype, copy=True)
     idx[2, 1] = value
@@ -79,6 +86,7 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("x is float8_e4m3fn|Quantized", lambda i: {"x": i.x.to(torch.float8_e4m3fn)}),
         bad("x is on meta", lambda i: {"x": i.x.to(META)}),
         bad("x|sparse", lambda i: {"x": i.x.to_sparse()}),
+        bad("x is a nested tensor|to_padded_tensor", lambda i: {"x": nested(i.x)}),
         bad("topk_idx has shape [5, 3]|[T, K] = [4, 3]|num_topk", lambda i: {"x": i.x[:4]}),
     ],
     "quantized": [
@@ -209,6 +217,9 @@ DISPATCH: dict[str, list[Bad]] = {
             kind=ty.NotSupported,
         ),
         bad("after|wait()", lambda i: {"after": 7, "async_op": True}),
+        bad("async_op (1)|True or False", lambda i: {"async_op": 1}),
+        bad("return_hook ('no')|True or False", lambda i: {"return_hook": "no"}),
+        bad("options (5)|CallOptions", lambda i: {"options": 5}),
     ],
     "too many tokens": [
         bad(
@@ -284,6 +295,7 @@ COMBINE: dict[str, list[Bad]] = {
         bad("x is on meta", lambda o: {"x": o.flat.x.to(META)}),
         bad("x is a view that negates|resolve_neg", lambda o: {"x": torch._neg_view(o.flat.x)}),
         bad("x|sparse", lambda o: {"x": o.flat.x.to_sparse()}),
+        bad("x is a nested tensor|to_padded_tensor", lambda o: {"x": nested(o.flat.x)}),
         bad(
             "x has shape|3 dim|[L, R * M, H] = [|, 40]|recv.x",
             lambda o: {**of_padded(o), "x": o.padded.x.flatten(0, 1)},
@@ -349,6 +361,9 @@ COMBINE: dict[str, list[Bad]] = {
             kind=ty.NotSupported,
         ),
         bad("after|wait()", lambda o: {"after": 7, "async_op": True}),
+        bad("async_op (1)|True or False", lambda o: {"async_op": 1}),
+        bad("return_hook ('no')|True or False", lambda o: {"return_hook": "no"}),
+        bad("options (5)|CallOptions", lambda o: {"options": 5}),
     ],
 }
 
@@ -525,7 +540,9 @@ def test_construction(ranks: Ranks, argument: str) -> None:
 @pytest.mark.parametrize("group", [5, "world", [0, 1], object], ids=repr)
 @distributed_test(world_size=(1, 2))
 def test_something_else_as_a_group(ranks: Ranks, group: Any) -> None:
-    with pytest.raises(ValueError, match="group"):
+    with pytest.raises(
+        ValueError, match=r"group \(.*\) must be a torch\.distributed\.ProcessGroup"
+    ):
         make(ranks, group)
 
 

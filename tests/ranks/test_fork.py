@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,28 @@ def test_every_use_raises_at_once(ranks: Ranks) -> None:
         assert x.grad is not None
         assert_works(ranks, ep)
     meet(ranks)
+
+
+def test_a_child_of_a_child() -> None:
+    """It has neither what its parent made nor what that one had from its own."""
+    x, idx = torch.randn(3, SIZES["hidden"]), torch.zeros(3, SIZES["num_topk"], dtype=torch.int64)
+
+    def objects() -> list[ty.ExpertParallel]:
+        return [ty.ExpertParallel(**SIZES) for _ in range(8)]
+
+    first = objects()
+
+    def in_turn() -> object:
+        second = objects()
+        calls = {f"{at}": partial(ep.dispatch, x, idx) for at, ep in enumerate(second)}
+        text = in_child(lambda: refusals(calls))
+        assert text == "[]" and not any(error_of(call) for call in calls.values()), text
+        return in_child(lambda: [type(error_of(partial(ep.dispatch, x, idx))) for ep in first])
+
+    assert in_child(in_turn) == str([RuntimeError] * len(first))
+    for ep in first:
+        ep.dispatch(x, idx)
+        ep.close()
 
 
 @pytest.mark.parametrize("way", ["closes", "collects"])

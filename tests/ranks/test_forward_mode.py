@@ -4,6 +4,7 @@ the call is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +285,31 @@ def test_vmap_is_refused_before_anything_moves(ranks: Ranks, how: str) -> None:
                 call()
         fresh = dispatch(ranks, ep, case)
         assert torch.equal(fresh.x, case.expected[ranks.rank].x)
+
+
+@pytest.mark.parametrize("how", ["linearize", "functionalize"])
+@distributed_test(world_size=2)
+def test_traces_of_torch_func_are_refused(ranks: Ranks, how: str) -> None:
+    """The other rank, which traces nothing, learns why."""
+    case = Case(ranks.world_size, dtype=torch.float32)
+    with case.make(ranks) as ep:
+
+        def call(x: Tensor) -> Tensor:
+            return ep.dispatch(x, *case.picks[ranks.rank]).x
+
+        traced: dict[str, Callable[[], object]] = {
+            "linearize": lambda: torch.func.linearize(call, case.x[0]),
+            "functionalize": lambda: torch.func.functionalize(call)(case.x[0]),
+        }
+        if ranks.rank == 0:
+            with pytest.raises(ty.NotSupported, match=r"linearize.*call torch\.func\.jvp"):
+                traced[how]()
+        else:
+            if how == "linearize":
+                call(case.x[1])  # which linearize makes before it traces
+            with pytest.raises(ty.PeerError, match=r"rank 0 refused .*linearize"):
+                call(case.x[1])
+        assert torch.equal(dispatch(ranks, ep, case).x, case.expected[ranks.rank].x)
 
 
 @pytest.mark.parametrize("what", ["quantize", "cached", "scales"])

@@ -271,10 +271,11 @@ def test_nothing_is_differentiated_into_a_given_tensor(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("mode", list(ty.Quantize), ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
 @layouts
 @distributed_test(world_size=2, engine=ENGINES)
 def test_a_cached_dispatch_casts_what_is_differentiated(
-    ranks: Ranks, layout: ty.Layout, mode: ty.Quantize
+    ranks: Ranks, layout: ty.Layout, later: bool, mode: ty.Quantize
 ) -> None:
     """``x`` that requires a gradient travels as FP8 too; ``dequantize()`` passes the gradient on,
     in the dtype of ``x``.
@@ -285,7 +286,7 @@ def test_a_cached_dispatch_casts_what_is_differentiated(
     with case.make(ranks) as ep:
         handle = dispatch(ranks, ep, case).handle
         x = case.x[me].clone().to(ranks.device).requires_grad_()
-        recv = ep.dispatch(x, handle=handle, quantize=mode)
+        recv = ep.dispatch(x, handle=handle, quantize=mode, async_op=later)
         assert not recv.x.requires_grad
         assert_same_bits(recv.x.cpu()[valid], want.x[valid], what="data", rank=me)
         assert_same_bits(recv.scales.cpu()[valid], want.scales[valid], what="scales", rank=me)

@@ -117,6 +117,16 @@ CALLS: dict[str, tuple[str, Callable[[ty.ExpertParallel, Inputs], Any]]] = {
     "async": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).wait()),
     "hook": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, return_hook=True).hook()),
     "read": ("dispatch #2", lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).x),
+    "work": (
+        "dispatch #2",
+        lambda ep, i: ep.dispatch(i.x, i.topk_idx, async_op=True).work().wait(),
+    ),
+    "after": (
+        "dispatch #2",
+        lambda ep, i: ep.dispatch(
+            i.x, i.topk_idx, after=ep.dispatch(i.x, i.topk_idx, async_op=True)
+        ),
+    ),
     "behind": (
         "dispatch #2",
         lambda ep, i: (ep.dispatch(i.x, i.topk_idx, async_op=True), ep.dispatch(i.x, i.topk_idx)),
@@ -442,15 +452,22 @@ def test_a_program_that_catches_nothing_ends(how: str) -> None:
             program.kill()
 
 
-@pytest.mark.parametrize("timeout", [2.5])
+@pytest.mark.parametrize("goes_on", [False, True])
 @distributed_test(world_size=2)
-def test_objects_in_different_order(ranks: Ranks, timeout: float) -> None:
-    """Each rank waits in the object that the other uses later: who gives up says so."""
+def test_objects_in_different_order(ranks: Ranks, goes_on: bool) -> None:
+    """Each rank waits in the object that the other uses later: who gives up says so, also when the
+    other was first and has failed in the second object since (``goes_on``).
+    """
     inputs = Inputs.of(ranks)
-    objects = [make(ranks, timeout=timeout) for _ in range(2)]
+    objects = [make(ranks, timeout=2.5) for _ in range(2)]
     if ranks.rank:
         objects.reverse()
+    meet(ranks)
+    time.sleep(0.3 * ranks.rank)
     error = error_of(lambda: objects[0].dispatch(inputs.x, inputs.topk_idx))
+    if goes_on:
+        again = error_of(lambda: objects[1].dispatch(inputs.x, inputs.topk_idx))
+        assert isinstance(again, ty.PeerLost), again
     meet(ranks)
     check(
         error,

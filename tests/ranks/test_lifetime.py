@@ -4,8 +4,10 @@ left behind.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import resource
 import threading
 import weakref
@@ -378,6 +380,13 @@ def _can_reorder() -> bool:
 
 
 # Without torch.distributed: this runs in the test process itself
+
+
+def test_copies_are_refused() -> None:
+    with ty.ExpertParallel(**SIZES) as ep:
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"neither copied nor pickled.*make another one"):
+                take(ep)
 
 
 def test_alone() -> None:

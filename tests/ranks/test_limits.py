@@ -202,6 +202,21 @@ def test_kernels_have_tables_for_all_tokens_of_all_ranks() -> None:
     check_result(rows_of(4), None, ty.handle.Spec(layout=MAJOR, exact=True), large, False, 1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_fewer_experts_refuse_what_others_do(rank: int) -> None:
+    """The first rank holds two of three experts, the other one."""
+    uneven = replace(ALONE, num_experts=3, num_topk=3, rank=rank)
+    large, static = (
+        replace(uneven, max_tokens_per_rank=2**29),
+        ty.handle.Spec(layout=MAJOR, exact=False),
+    )
+    with pytest.raises(ValueError, match="x 2 ranks x 2 local experts makes more rows than int32"):
+        check_result(rows_of(4), None, static, large, False, 2**60)
+    exact = ty.handle.Spec(layout=MAJOR, exact=True)
+    with pytest.raises(ValueError, match=r"2 rows of each on one rank .* split the batch"):
+        check_result(rows_of(2**29), None, exact, uneven, False, GIB)
+
+
 @distributed_test(world_size=1)
 def test_hidden_and_picks_of_any_size_cost_what_comes(ranks: Ranks) -> None:
     """Nothing is allocated by ``hidden``, ``num_topk`` or ``timeout`` themselves."""

@@ -51,6 +51,12 @@ class Scene:
     def begin(self, what: str, after: Any = None) -> int:
         return self.queue.begin(self.call(what), GPU, When(later=True, after=after))
 
+    def wait(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def work_of(self, ticket: int) -> Work | None:
+        return self.queue.work_of(ticket, self.wait)
+
 
 def both(
     machine: Machine, play: Callable[[Scene], Any], *, threaded: bool = False
@@ -137,7 +143,7 @@ def test_a_call_that_fails_is_a_call_too(machine: Machine) -> None:
             raise ValueError("mine")
 
         ticket = scene.queue.begin(fails, GPU, LATER)
-        assert scene.queue.work_of(ticket) is None
+        assert scene.work_of(ticket) is None
         with pytest.raises(ValueError, match="mine"):
             scene.queue.take(ticket)
         with machine.on(scene.other):
@@ -179,7 +185,7 @@ def test_a_captured_call_orders_nothing(machine: Machine) -> None:
 def test_work_is_waited_for_on_the_current_stream(machine: Machine) -> None:
     def play(scene: Scene) -> None:
         ticket = scene.begin("call")
-        work = scene.queue.work_of(ticket)
+        work = scene.work_of(ticket)
         assert work is not None and work.can_be_waited_for()
         with machine.on(scene.other):
             work.wait()
@@ -191,11 +197,11 @@ def test_work_is_waited_for_on_the_current_stream(machine: Machine) -> None:
 
 def test_events_of_a_capture_are_for_it_alone(machine: Machine) -> None:
     scene = Scene(machine)
-    work = scene.queue.work_of(scene.begin("call"))
+    work = scene.work_of(scene.begin("call"))
     assert work is not None
     machine.capturing = True
     assert not work.can_be_waited_for()
-    inside = Work(None, cast("Any", Event(machine)))
+    inside = Work(None, cast("Any", Event(machine)), scene.wait)
     assert inside.can_be_waited_for()
     machine.capturing = False
     assert not inside.can_be_waited_for()
@@ -376,8 +382,7 @@ class Message:
 
 def test_messages_share_the_timeout() -> None:
     """Those of one move, also for sends behind receives: not as much for each."""
-    wire, given = GlooTransport(None, 0, 1, timeout=100.0), list[float]()
-    wire.last_wait = [0.0] * 4
+    wire, given = GlooTransport(None, 0, 4, timeout=100.0, members=[0]), list[float]()
     coming = [(peer, Message(given, 0.2)) for peer in (1, 2)]
     wire._await(coming, [(3, Message(given, 0.0))], time.monotonic() - 60.0, "dispatch #0, rows")
     assert given[0] <= 40.0 and given[1] <= 39.8 and 0 < given[2] <= 39.6

@@ -101,6 +101,7 @@ def test_waits_and_totals_as_prometheus_reads_them() -> None:
     stats.waits["combine, rows"] = [1.0, 1.0]
     stats.calls["combine"] = 7
     mine = 'rank="1",layer="a\\\\\\"b\\nc"'
+    assert before.prometheus(layer=3) == before.prometheus(layer="3")
     assert before.prometheus(layer='a\\"b\nc').splitlines() == [
         "# TYPE tokenyard_calls_total counter",
         f'tokenyard_calls_total{{{mine},op="dispatch"}} 1',

@@ -18,6 +18,7 @@ from tokenyard.cli.bench_baselines import instead_of_combine, instead_of_dispatc
 from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import (
+    MOST_PROCESSES,
     bad,
     check_device,
     check_folder,
@@ -74,7 +75,10 @@ class Plan:
 class Options:
     """Of ``tokenyard bench``."""
 
-    ranks: Annotated[int, option("Local processes; under torchrun its ranks count.", min=1)] = 4
+    ranks: Annotated[
+        int,
+        option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES),
+    ] = 4
     device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
     engine: Engines = None
     tokens: Annotated[str, option("Tokens per rank. This and the next seven take lists.")] = "2048"

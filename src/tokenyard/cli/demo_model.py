@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tokenyard.cli.options import option
+from tokenyard.cli.options import MOST_PROCESSES, option
 from tokenyard.engines.known import AUTO
 
 SHARED = ("embedding", "router")
@@ -24,7 +24,7 @@ PER_EXPERT = ("gate", "up", "down")
 """Weights with one slice per expert, held by the rank that owns the expert."""
 
 LOCAL = "Local processes; under torchrun its ranks count."
-Ranks = Annotated[int | None, option(LOCAL, min=1, show_default="4")]
+Ranks = Annotated[int | None, option(LOCAL, min=1, max=MOST_PROCESSES, show_default="4")]
 Text = Annotated[
     Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
 ]

@@ -15,6 +15,8 @@ from tokenyard.engines.known import AUTO, COLLECTIVE
 from tokenyard.engines.select import obstacle_of
 
 PNG = (".png",)
+MOST_PROCESSES = 256
+"""That a command starts."""
 T = TypeVar("T")
 
 

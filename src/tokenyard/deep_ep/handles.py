@@ -226,7 +226,7 @@ class NormalHandle(LazyTuple):
 
     def rank_prefix_matrix(self) -> Tensor:
         size, device = self.ep.world_size, self.native.arrived.source.device
-        between = self.native.rows_between(size)
+        between = self.native.rows_between()
         if between is not None:
             return between.cumsum(0).to(device, torch.int32)
         matrix = torch.full((size, size), -1, dtype=torch.int32, device=device)

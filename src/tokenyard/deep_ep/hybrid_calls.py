@@ -27,6 +27,7 @@ from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
 from tokenyard.header import DISPATCH
+from tokenyard.limits import MOST_ALIGNMENT
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import power_of_two_at_least
 from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout, Quantized
@@ -78,7 +79,11 @@ class Given(NamedTuple):
 
 def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
     """What rows are asked for."""
-    alignment = 1 if pad_multiple is None else max(whole("pad_multiple", pad_multiple), 1)
+    alignment = (
+        1
+        if pad_multiple is None
+        else max(whole("pad_multiple", pad_multiple, 0, MOST_ALIGNMENT), 1)
+    )
     waits = not flag("non_blocking", non_blocking)
     if num_rows is None:
         if not waits:

@@ -19,7 +19,8 @@ from tokenyard.types import Layout
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """From ``topk_idx [T, K]`` (int64 or int32, -1 = none) and weights ``[T, K]`` or None.
+    """From ``topk_idx [T, K]`` (int64 or int32; -1, and what is no expert: none) and weights ``[T,
+    K]`` or None.
 
     Returns:
         Which experts each token goes to (bool ``[T, E]``), and the weights there (float32
@@ -36,7 +37,8 @@ def _spread(topk_idx: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """``values [T, K]`` at their experts: ``[T, E]``, 0 elsewhere."""
     tokens, experts = shape
     table = torch.zeros(tokens, experts + 1, dtype=values.dtype, device=values.device)
-    at = torch.where(topk_idx < 0, experts, topk_idx).long()
+    outside = (topk_idx < 0) | (topk_idx >= experts)  # a dispatch refuses these by name
+    at = torch.where(outside, experts, topk_idx).long()
     return table.scatter_(1, at, values)[:, :experts].contiguous()
 
 
@@ -60,7 +62,7 @@ def picks_of(routing_map: Tensor, num_topk: int) -> Tensor:
 
 def weights_of(probs: Tensor, topk_idx: Tensor) -> Tensor:
     """Of each pick, from ``probs [T, E]``: float32 ``[T, K]``, 0 where there is none."""
-    known = probs.float().gather(1, topk_idx.clamp(min=0).long())
+    known = probs.float().gather(1, topk_idx.clamp(0, probs.shape[1] - 1).long())
     return torch.where(topk_idx < 0, 0.0, known)
 
 

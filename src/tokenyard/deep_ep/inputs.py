@@ -96,7 +96,7 @@ def check_group(group: Any) -> None:
     """A group that this process is a member of."""
     if isinstance(group, MemoryGroup):
         return
-    if isinstance(group, int) and not isinstance(group, bool):  # torch's word for "not a member"
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this process is not a member of the group: make Buffer on its members only"
         )

@@ -241,16 +241,17 @@ class GlooTransport:
             raise self._silent(peer, what, others) from error
 
     def _silent(self, peer: int, what: str, others: str) -> PeerTimeout:
+        elsewhere = self._failures.elsewhere(peer)  # now, as it may give up there meanwhile
         report, failed_rank = self._failures.behind(peer)
         silent = f"rank {peer} sent nothing to rank {self.rank} within {self.timeout} s"
         text = f"{silent} ({what}){others}"
-        elsewhere = "" if report else self._failures.elsewhere(peer)
-        if report:
+        told = bool(report) and not (elsewhere and failed_rank == peer)
+        if told:
             text = f"{text}; it had reported: {report}"
         elif elsewhere:
             text = f"{text}; it waits in {elsewhere}, of another ExpertParallel"
         self._failures.report(text, failed_rank)
-        return PeerTimeout(text if report else f"{text}. {ADVICE}", failed_rank)
+        return PeerTimeout(text if told else f"{text}. {ADVICE}", failed_rank)
 
     def _told(self, report: Report, what: str) -> PeerLost:
         """Another rank has given up, be it on one that this one does not wait for."""
@@ -264,7 +265,7 @@ class GlooTransport:
         if self._heard is not None:  # this rank has cut its connections for it
             return self._told(self._heard, what)
         report, failed_rank = self._failures.behind(peer)
-        because = "it exited or crashed; look at its own output"
+        because = "it exited, crashed or lost its object unclosed; look at its own output"
         because = f"it had reported: {report}" if report else because
         text = f"rank {self.rank} lost its connection to rank {peer} ({what}): {because}"
         self._failures.report(text, failed_rank)
