@@ -45,6 +45,7 @@ LONGEST = (
     "test_failures",
     "test_lifetime",
     "test_nvlink_failures_simulated",
+    "test_recover_simulated",
     "test_kernels_aot",
     "test_low_latency_failures",
     "test_megatron",

@@ -72,8 +72,8 @@ class Recoverable:
         """Go on with the ranks that are left, after a call has ended in :class:`PeerTimeout` or
         :class:`PeerLost` (or Ctrl-C). Collective: every rank that lives calls it, whatever it was
         in, within the timeout of the first one. Ranks and experts keep their numbers; the call that
-        failed can be made again. Results of earlier calls stay readable, their handles are of no
-        more use.
+        failed can be made again. Results of earlier calls stay readable, but those in place end;
+        their handles, and CUDA graphs, are of no more use. On a GPU it waits for the device.
 
         Args:
             replicas: ``[logical experts, copies]`` expert ids, -1 for none: experts of a row have

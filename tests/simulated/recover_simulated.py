@@ -110,7 +110,13 @@ def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
             assert left == [rank for rank in range(world_size) if rank not in gone]
             assert ep.epoch == number + 1 and ep.engine == "nvlink", ep.why
             if number == len(victims) - 1:
+                before = ep.stats()
                 ten_good_calls(ranks_of(here), ep, gone, tokens=TOKENS)
+                sent, came = ep.stats().rows_sent, ep.stats().rows_received
+                for each in gone:  # its sink has room for no row
+                    assert sent[each] == before.rows_sent[each]
+                    assert came[each] == before.rows_received[each]
+                assert sum(sent) > sum(before.rows_sent)
         with pytest.raises(ty.NotSupported, match="engine 'nvlink' cannot admit a process"):
             ep.admit(victims[0], "here")
         ep.close()

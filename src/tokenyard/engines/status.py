@@ -224,8 +224,9 @@ class StatusMonitor:
                 if time.monotonic() > deadline:
                     raise PeerTimeout(
                         f"rank {self._config.rank} waited {timeout} s in recover() for its GPU, "
-                        f"which another library's kernels keep: if they wait for the rank that is "
-                        f"gone, abort them (torch.distributed: abort the process group)"
+                        f"which kernels of another object or library keep: if they wait for the "
+                        f"rank that is gone, abort them (torch.distributed: abort the process "
+                        f"group), and call recover() again"
                     )
             begun.result()
 
