@@ -1,8 +1,9 @@
 """Engine low_latency among far ranks as a small model (``kernels/low_latency_far.py``).
 
 Each message has a process of its own, its *wire*, which copies cells at any later time, then sets
-the message's signal. So messages overtake each other: calls in which nobody is left out need no
-fence. Signals hold the number of their call; here each call has its own.
+the message's signal. So messages overtake each other. Signals hold the number of their call; here
+each call has its own, so that a late one turns none back: for that there are fences
+(``low_latency_far.kept_back``).
 """
 
 from __future__ import annotations

@@ -201,10 +201,13 @@ TORN = _mutation(
     rewrite("tl.max(doubted_.to(_)) > 0", "tl.max(doubted_.to(tl.int32)) > 1", "agree"),
 )
 """Found only where ranks die: ``low_latency_failures.torn``."""
+NO_FENCE = mutation("no fence", "two_net", drop("nvshmem_fence()", "nvshmem"))
+"""Found only by a network that keeps back what nobody waits for: ``low_latency_far.kept_back``."""
 
 
 def planted(name: str) -> AbstractContextManager[None]:
     """Inside, low-latency engines launch kernels with the bug ``name``; "" for copies
     without one.
     """
-    return mutated((MUTATIONS | {TORN.kind: TORN})[name] if name else None)
+    others = {each.kind: each for each in (TORN, NO_FENCE)}
+    return mutated((MUTATIONS | others)[name] if name else None)

@@ -1,5 +1,6 @@
 """Stories of ranks that get puts: one that is given up just as its rows come, and is back before
-the combine; two objects whose calls are under way together. Reached through ``nvlink_pool.py``.
+the combine; two objects whose calls are under way together; a network that keeps messages back.
+Reached through ``nvlink_pool.py``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from low_latency_cases import rehearsal
 from low_latency_failures import TIMEOUT, WAYS, case_of, life, meet, play, sum_up, sums_of
-from low_latency_ranks import MOST_STEPS, RankRun, reached
+from low_latency_mutations import NO_FENCE, planted
+from low_latency_ranks import MOST_STEPS, RankRun, reached, run
 from tokenyard.testing import assert_same_bits, poisoned
-from tokenyard.testing.simulator import SimulatedRank, simulate
-from tokenyard.testing.simulator.network import Message
+from tokenyard.testing.simulator import SimulatedRank, SimulationError, scheduler, simulate
+from tokenyard.testing.simulator.machine import Machine
+from tokenyard.testing.simulator.network import Message, Network
 
 _T = TypeVar("_T")
 
@@ -124,3 +128,59 @@ def two_objects(world_size: int, seed: int, per_node: int) -> None:
 
     with poisoned(), reached(scenario):
         simulate(world_size, rank, seed=seed, max_steps=MOST_STEPS, strict=True)
+
+
+class KeepsBack(Network):
+    """Keeps word that there are no sums for a rank, which nobody waits for if no token went there,
+    until the next such signal was set: unless a fence forbids, that is then turned back.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.kept: list[Message] = []
+        self.turned = 0
+
+    def put_signal(self, *args: int) -> None:
+        super().put_signal(*args)
+        message = self.on_way[-1]
+        for each in [each for each in self.kept if each in message.behind]:
+            self.kept.remove(each)
+            self.on_way.append(each)
+        if message.parts == [(0, 16)] and 0 < message.value < 1 << 24 and message.value % 2 == 0:
+            self.kept.append(self.on_way.pop(self.on_way.index(message)))
+
+    def fence(self) -> None:
+        super().fence()
+        program = self._machine.caller
+        running = self._machine.streams[program.rank][0]
+        self._fences[program.serial] += [
+            each
+            for each in self.kept
+            if each.sender is program
+            or (each.sender.rank == program.rank and each.sender.launch is not running)
+        ]
+
+    def _signal(self, message: Message) -> None:
+        super()._signal(message)
+        for each in [each for each in self.kept if each.signal == message.signal]:
+            self.kept.remove(each)
+            self.on_way.append(each)
+            self.turned += 1
+            super()._signal(each)
+
+
+def kept_back(seed: int, fenced: bool) -> tuple[int, str]:
+    """How many signals such a network turned back in a rehearsal, and what went wrong."""
+    made: list[KeepsBack] = []
+
+    def network(machine: Machine) -> KeepsBack:
+        made.append(KeepsBack(machine))
+        return made[-1]
+
+    wrong = ""
+    with planted("" if fenced else NO_FENCE.kind), mock.patch.object(scheduler, "Network", network):
+        try:
+            run(rehearsal(seed, "far"), seed, max_steps=50_000)
+        except SimulationError as error:
+            wrong = str(error)
+    return sum(each.turned for each in made), wrong

@@ -63,6 +63,17 @@ def test_two_objects_take_turns_between_nodes() -> None:
     )
 
 
+def test_fences_keep_late_messages_behind() -> None:
+    """Messages that nobody waits for are late by two calls: fences keep them from turning later
+    signals back, and without them it would show.
+    """
+    jobs = [(seed, fenced) for seed in range(2 * SOAK) for fenced in (True, False)]
+    for (_, fenced), (turned, wrong) in zip(
+        jobs, run_all("low_latency_far.kept_back", jobs), strict=True
+    ):
+        assert (turned == 0, not wrong) == (fenced, fenced), wrong
+
+
 @pytest.mark.portable
 def test_waits_and_loads_are_added_up() -> None:
     run_all("low_latency_ranks.counts_and_waits", [(seed,) for seed in range(2)])

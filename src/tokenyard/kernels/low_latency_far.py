@@ -37,7 +37,8 @@ Why staging may be written again: call n + 2 writes the half of call n for far r
 not left out, so after this rank has seen d's tag n + 1. Rank d set it in a kernel behind its kernel
 n, which has read the message n, or does not read it any more. And a put that nobody reads may bring
 anything: the fence before each put keeps messages to a rank in order, so no late one writes over a
-later one, or turns a signal back.
+later one, or turns a signal back. (Where no token went, nobody waits for word that there are no
+sums, or no weights.)
 
 Ranks that are left out get no message. Who packs looks whether they are, before it counts; so if
 one has left a row out, the program that puts sees it too, and does not put.
