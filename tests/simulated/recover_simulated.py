@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tokenyard as ty
-from cases import check_combined, check_received, rows_to_combine
+from cases import Case, check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard import header as head
@@ -170,8 +170,10 @@ def frozen(world_size: int, seed: int) -> list[Any]:
 
 def death_in_recovery(seed: int) -> list[Any]:
     """Of four ranks, 2 dies while it recovers from the death of 1: it has voted, and makes no
-    memory any more. The others find out, and go on at the second attempt.
+    memory any more. The others find out, and go on at the second attempt. What they were in when 1
+    died has failed on the device only.
     """
+    case = Case(4, layout=MAJOR, exact=False, num_tokens=TOKENS, hidden=HIDDEN)
 
     def body(here: SimulatedRank) -> list[int]:
         ep = make(here)
@@ -184,7 +186,7 @@ def death_in_recovery(seed: int) -> list[Any]:
             ep._choice = ep._choice._replace(again=die)
         if here.rank == 1:
             here.sim.kill(1, here.sim.steps)
-        until_lost(ep)
+        ep.dispatch(case.x[here.rank], *case.picks[here.rank], **case.options)
         with pytest.raises(ty.PeerTimeout) as caught:
             ep.recover()
         assert caught.value.rank == 2

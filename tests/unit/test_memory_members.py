@@ -1,10 +1,12 @@
-"""Survivors map GPUs' memory without a process group: what torch is told of them. (That it maps
-it then takes GPUs: ``tests/gpu/test_recover_gpu.py``.)
+"""Survivors wait for their GPUs, and map memory without a process group: what torch is told of
+them. (That it maps it then takes GPUs: ``tests/gpu/test_recover_gpu.py``.)
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tokenyard.engines.status import StatusMonitor
+from tokenyard.errors import PeerTimeout
 from tokenyard.memory.cuda import CudaMemory
 
 MEMBERS = [0, 2, 5]
@@ -72,3 +76,17 @@ def test_a_torch_that_knows_groups_by_what_it_was_told() -> None:
 
     with pytest.raises(RuntimeError, match="the driver cannot"):
         memory._rendezvous(fail, torch.tensor(0))
+
+
+def test_a_gpu_that_others_keep_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``recover()`` gives up within the timeout, says what may be, and can be called again."""
+    monitor: Any = object.__new__(StatusMonitor)
+    monitor._on_gpu, monitor._stop = True, lambda: None
+    monitor._config = SimpleNamespace(rank=3, timeout=0.2)
+    memory = SimpleNamespace(device=torch.device("cuda", 0), settle=lambda: None)
+    monitor._workspace, idle = SimpleNamespace(memory=memory), Event()
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: idle.wait(60))
+    with pytest.raises(PeerTimeout, match=r"rank 3 waited 0.2 s in recover\(\) for its GPU.*abort"):
+        monitor.drain()
+    idle.set()
+    monitor.drain()
