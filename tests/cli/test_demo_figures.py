@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from tokenyard.cli import demo_rank
-from tokenyard.cli.demo import print_result, worst_errors
+from tokenyard.cli.demo import print_result
 from tokenyard.cli.demo_model import Options
 from tokenyard.cli.demo_rank import PHASES, Part, Share, run_rank
 from tokenyard.cli.plots import heat_map
@@ -43,15 +43,12 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
             super().__init__(*arguments)
             shares.append(self)
 
-    def compare(got: Any, want: Any) -> dict[str, float]:
-        return {
-            name: 0.25 if ranks.rank == at else 0.0
-            for at, name in enumerate(["output", "router gradient"])
-        }
+    def errors(share: Share, y: Any) -> dict[str, float]:
+        return {"output": 0.25 * ranks.rank}
 
     with (
         mock.patch.object(demo_rank, "Share", Kept),
-        mock.patch.object(demo_rank, "compare", compare),
+        mock.patch.object(Share, "errors", errors),
     ):
         once, often = run(ranks, 1), run(ranks, 3)
     assert [{name: len(share.seconds[name]) for name in PHASES} for share in shares] == [
@@ -70,7 +67,7 @@ def test_bytes_and_times_are_of_a_step_and_the_worst_rank_counts(ranks: Ranks) -
         made_up = run(ranks, 2)
     assert [part.sent for part in made_up] == [[0.0, 20.0], [0.0, 40.0]]
     assert [part.received for part in made_up] == [[0.0, 30.0], [0.0, 60.0]]
-    assert worst_errors(once) == {"output": 0.25, "router gradient": 0.25}
+    assert [part.errors for part in once] == [{"output": 0.0}, {"output": 0.25}]
     assert sum(sum(part.load) for part in once) == 2 * len(TEXT)
     assert [part.tokens for part in once] == [19, 18]
 
@@ -105,7 +102,8 @@ RESULT = [
 
 def test_tables_hold_what_their_heads_say() -> None:
     out = io.StringIO()
-    RESULT[0].errors["output"] = 0.0
+    for part in RESULT:
+        part.errors["output"] = 0.0
     assert print_result(Console(file=out, width=150), RESULT, 1e-5)
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     at = lines.index("Rank Experts Tokens Rows received Bytes sent Bytes received")

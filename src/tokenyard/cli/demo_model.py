@@ -118,19 +118,16 @@ class MoeLayer(nn.Module):
         return self.experts(x, *self.route(x))
 
 
-def results(layer: MoeLayer, y: Tensor, *, first_expert: int) -> dict[str, Tensor]:
-    """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate[3]
-    gradient``, ... A gradient that backward did not make counts as zero.
-
-    ``first_expert`` is the global id of the layer's first expert.
+def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, Tensor]:
+    """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate gradient``,
+    ... A gradient that backward did not make counts as zero. ``held``: of weights per expert, the
+    experts whose gradients are asked for.
     """
     named = {"output": y.detach()}
     for name in (*SHARED, *PER_EXPERT):
         weight = layer.weights[name]
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        whole = name in SHARED
-        for at, part in enumerate([gradient] if whole else gradient, first_expert):
-            named[f"{name} gradient" if whole else f"{name}[{at}] gradient"] = part
+        named[f"{name} gradient"] = gradient[held] if name in PER_EXPERT else gradient
     return named
 
 
@@ -141,8 +138,3 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     gap = torch.dist(got.double(), want.double()).item()
     size = float(want.double().square().sum().sqrt())
     return 0.0 if gap == 0 else gap / size if size > 0 and gap < inf else inf
-
-
-def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of every tensor in ``got``. ``want`` may hold more: experts of other ranks."""
-    return {name: relative_error(tensor, want[name]) for name, tensor in got.items()}

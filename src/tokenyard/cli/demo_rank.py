@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.demo_model import SHARED, MoeLayer, Options, compare, make_weights, results
+from tokenyard.cli.demo_model import (
+    SHARED,
+    MoeLayer,
+    Options,
+    make_weights,
+    relative_error,
+    results,
+)
 from tokenyard.cli.progress import Counter, advance
 from tokenyard.routing import expert_bounds, host_ints
 
@@ -32,7 +39,7 @@ class Part:
         tokens, rows: that it owns, that one dispatch brings it.
         sent, received: bytes per step (forward and backward) to and from each rank.
         load: tokens routed to each expert that it holds; rank 0 has the first ones, and so on.
-        errors: relative error per compared tensor, named by :func:`results`.
+        errors: relative error of each tensor of :func:`results`.
         seconds: by phase, one entry per step.
     """
 
@@ -54,15 +61,15 @@ class Share:
     def __init__(self, device: torch.device, options: Options, text: bytes) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         split, owned = expert_bounds(len(text), world), expert_bounds(options.experts, world)
-        self.mine, held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])
+        self.mine, self.held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])
         self.device, self.options, self.most_tokens = device, options, split[1]
-        self.layout, self.first_expert = ty.Layout[options.layout.upper()], held.start
+        self.layout = ty.Layout[options.layout.upper()]
         self.tokens = torch.tensor(list(text), device=device)
         generator = torch.Generator().manual_seed(options.seed + 1)
         gradient = torch.randn(len(text), options.hidden, generator=generator)
         self.gradient = gradient.to(device, options.row_dtype)
         self.weights = make_weights(options, device)
-        here = {name: w if name in SHARED else w[held] for name, w in self.weights.items()}
+        here = {name: w if name in SHARED else w[self.held] for name, w in self.weights.items()}
         self.layer, self.seconds = MoeLayer(here, options), defaultdict[str, list[float]](list)
 
     @contextmanager
@@ -103,13 +110,14 @@ class Share:
         """Relative error of this rank's tensors against the whole layer on all tokens, without
         tokenyard. Collective.
         """
-        got = results(self.layer, y, first_expert=self.first_expert)
+        got = results(self.layer, y)
         for shared in SHARED:
             got[f"{shared} gradient"] = sum_over_ranks(got[f"{shared} gradient"])
         whole = MoeLayer(self.weights, self.options)
         wanted = whole(self.tokens)
         wanted.backward(self.gradient)
-        return compare(got, results(whole, wanted[self.mine], first_expert=0))
+        want = results(whole, wanted[self.mine], self.held)
+        return {name: relative_error(tensor, want[name]) for name, tensor in got.items()}
 
 
 def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> list[Part]:
