@@ -368,7 +368,7 @@ def test_shortcuts_change_nothing() -> None:
     """Types and shapes of the operands of a binary operation, for all pairs."""
     semantic = upstream.interpreter_semantic
     shortcut = type(semantic).binary_op_type_checking_impl
-    original = interpreter.upstream_of("binary_op_type_checking_impl")
+    original = interpreter._upstream["binary_op_type_checking_impl"]
     with interpreter.patched_language(), np.errstate(all="ignore"):
         pairs = [
             (a, b)

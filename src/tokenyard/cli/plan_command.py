@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import bytes_text, print_line, print_tables, table_console
+from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_tables, table_console
 from tokenyard.cli.options import check_plot, check_words, command, option
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
@@ -110,34 +110,34 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that :func:`print_plan` shows, with bytes and microseconds as plain numbers."""
     work = asdict(plan.workload)
     del work["dtype"]
+
+    def named(values: Rates | Traffic) -> dict[str, Any]:  # JSON knows no tuples with names
+        fields: dict[str, Any] = asdict(values)
+        return {
+            n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()
+        }
+
+    def of(call: Call) -> dict[str, Any]:
+        terms = asdict(call.terms)
+        return {
+            **{name: getattr(call, name) for name in ("name", "engine", "dtype", "skew")},
+            "us": call.terms.us,
+            "bound": call.terms.bound,
+            "links_in_turn": terms.pop("in_turn"),
+            "terms_us": terms,
+            "nvlink_bytes": call.nvlink._asdict(),
+            "nic_bytes": call.nic._asdict(),
+        }
+
     return {
         "tokenyard": __version__,
         "workload": work,
-        "rates": _named(plan.rates),
+        "rates": named(plan.rates),
         "engine": plan.engine,
         "engine_runs": _when(plan),
         "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
-        "rows": {skew: _named(rows) for skew, rows in plan.traffic.items()},
-        "calls": [_call(call) for call in plan.calls],
-    }
-
-
-def _named(values: Rates | Traffic) -> dict[str, Any]:
-    """Fields, also those of tuples with names, which JSON would write without names."""
-    fields: dict[str, Any] = asdict(values)
-    return {n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    terms = asdict(call.terms)
-    return {
-        **{name: getattr(call, name) for name in ("name", "engine", "dtype", "skew")},
-        "us": call.terms.us,
-        "bound": call.terms.bound,
-        "links_in_turn": terms.pop("in_turn"),
-        "terms_us": terms,
-        "nvlink_bytes": call.nvlink._asdict(),
-        "nic_bytes": call.nic._asdict(),
+        "rows": {skew: named(rows) for skew, rows in plan.traffic.items()},
+        "calls": [of(call) for call in plan.calls],
     }
 
 
@@ -151,20 +151,27 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"[bold]{engine}[/bold] {_when(plan)}; the others are for comparison.",
     )
     head = "<Call|<Engine|<Routing"
-    calls = {call: (f"{call.name} {call.dtype}", call.engine, call.skew) for call in plan.calls}
-    tables: dict[str, tuple[str, list[tuple[str, ...]]]] = {
+    times: list[tuple[str, ...]] = []
+    moved: list[tuple[str, ...]] = []
+    for call in plan.calls:
+        names, terms = (f"{call.name} {call.dtype}", call.engine, call.skew), call.terms
+        limits = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
+        times.append((*names, *map(us_text, limits), terms.bound))
+        flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
+        moved.append((*names, *map(bytes_text, flows)))
+    tables: dict[str, tuple[str, Rows]] = {
         "Time (us; each limit were it alone)": (
             f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
-            [(*names, *_times(call)) for call, names in calls.items()],
+            times,
         ),
         "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
             f"{head}|NVLink|mean|NIC|mean",
-            [(*names, *_bytes(call)) for call, names in calls.items()],
+            moved,
         ),
         f"Rows of engine {engine} and what once per node saves": (
             "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
             "saved",
-            [(skew, *_rows(rows)) for skew, rows in plan.traffic.items()],
+            [_rows(rows) for rows in plan.traffic.values()],
         ),
         f"Sizes of engine {engine}": (
             "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
@@ -195,30 +202,16 @@ def us_text(us: float) -> str:
     return f"{us:,.1f}" if 0 < us < 99.95 else f"{us:,.0f}"
 
 
-def _times(call: Call) -> tuple[str, ...]:
-    terms = call.terms
-    limits = (terms.us, terms.nvlink, terms.nic, terms.programs, terms.latency, terms.fill)
-    return (*map(us_text, limits), terms.bound)
-
-
-def _bytes(call: Call) -> tuple[str, ...]:
-    flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
-    return tuple(map(bytes_text, flows))
-
-
 def _rows(rows: Traffic) -> tuple[str, ...]:
     flat, once = rows.flat_nic.mean, rows.nic.mean
     saved = f"{1 - once / flat:.0%}" if flat else "-"
     reached = (f"{rows.ranks_reached:.2f}", f"{rows.nodes_reached:.2f}")
-    return (*reached, f"{flat:,.0f}", f"{once:,.0f}", saved)
+    return (rows.skew, *reached, f"{flat:,.0f}", f"{once:,.0f}", saved)
 
 
-def _sizes(plan: Plan) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
+def _sizes(plan: Plan) -> Rows:
     for dtype, sizes in plan.sizes.items():
-        total = bytes_text(sizes.symmetric_bytes)
         for ring in sizes.rings:
             counts = (ring.slots, ring.chunk, ring.back_slots, ring.back_chunk)
-            each = (ring.name, str(ring.count), bytes_text(ring.num_bytes))
-            found.append((dtype, str(sizes.channels), *each, *map(str, counts), total))
-    return found
+            each = (ring.name, str(ring.count), bytes_text(ring.num_bytes), *map(str, counts))
+            yield dtype, str(sizes.channels), *each, bytes_text(sizes.symmetric_bytes)

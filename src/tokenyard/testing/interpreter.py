@@ -37,7 +37,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.testing import interpreter_functions, interpreter_operators, interpreter_speed
+from tokenyard.testing import interpreter_functions, interpreter_speed
 
 Builder = upstream.InterpreterBuilder
 
@@ -225,20 +225,10 @@ def _atomic_rmw(
 # Inline assembly
 
 
-class _Results:
-    """What an assembly op returns."""
-
-    def __init__(self, handle: TensorHandle) -> None:
-        self._handle = handle
-
-    def get_result(self, index: int) -> TensorHandle:
-        assert index == 0
-        return self._handle
-
-
 def _inline_asm(
     self: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
-) -> _Results:
+) -> SimpleNamespace:
+    """Returns an op, whose only result is asked for."""
     if text not in ASSEMBLY or values:
         raise NotImplementedError(
             f"inline assembly {text!r} is not emulated: add it to "
@@ -246,7 +236,7 @@ def _inline_asm(
         )
     handle = TensorHandle(np.array([ASSEMBLY[text]()], np.int64), tl.int64)
     handle.set_attr("clock", True)
-    return _Results(handle)
+    return SimpleNamespace(get_result=lambda _: handle)
 
 
 # Loops
@@ -290,11 +280,6 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
 _upstream: dict[str, Any] = {}
 
 
-def upstream_of(name: str) -> Any:
-    """What a repair called ``name`` has replaced."""
-    return _upstream[name]
-
-
 def _replace(owner: Any, name: str, value: Any) -> None:
     if hasattr(owner, name):
         _upstream[name] = getattr(owner, name)
@@ -321,7 +306,6 @@ def _repair() -> None:
     _replace(upstream.ReduceOps, "sum", _sum)
     _replace(upstream, "_patch_lang_tensor", _patch_tensor)
     interpreter_speed.install(_replace)
-    interpreter_operators.install(_replace)
     interpreter_functions.install(_replace)
     _replace(upstream, "tensor_range", tensor_range)  # where rewritten kernels find their globals
     _replace(upstream.InterpretedFunction, "__call__", _call_device_function)

@@ -9,26 +9,30 @@ calls some of these itself, with its ``_semantic``; there is only one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
 from tokenyard.testing.interpreter_operators import (
     INTEGERS,
     NUMPY,
+    OPERATORS,
     PLAIN,
     Operator,
     number_of,
     tensor_of,
     wrapped,
 )
-from tokenyard.testing.interpreter_speed import shape_of
+from tokenyard.testing.interpreter_speed import shape_of, with_semantic
 
+_builder: Any = upstream.interpreter_builder
 _NARROW = {
     kind.name: kind for kind in (tl.int8, tl.uint8, tl.int16, tl.uint16, tl.float16, tl.bfloat16)
 }
@@ -86,7 +90,7 @@ def _value(value: Any, kind: Any, pointer: Any) -> Any:
     return handle and TensorHandle(handle.data.astype(upstream._get_np_dtype(kind)), kind)
 
 
-def _load(slow: Operator, builder: Any) -> Operator:
+def _load(slow: Operator) -> Operator:
     def load(
         pointer: Any,
         mask: Any = None,
@@ -97,20 +101,19 @@ def _load(slow: Operator, builder: Any) -> Operator:
     ) -> Any:
         kind = None if more or options not in ({}, {"cache_modifier": ".cg"}) else _element(pointer)
         if kind is not None and mask is None and other is None:
-            return tensor_of(
-                builder.create_load(pointer.handle, None, None, False), kind, shape_of(pointer)
-            )
+            handle = _builder.create_load(pointer.handle, None, None, False)
+            return tensor_of(handle, kind, shape_of(pointer))
         lanes = None if kind is None else _mask(mask, pointer)
         filled = None if lanes is None or other is None else _value(other, kind, pointer)
         if lanes is None or (other is not None and filled is None):
             return slow(pointer, mask, other, *more, **options)
-        handle = builder.create_masked_load(pointer.handle, lanes, filled, None, None, False)
+        handle = _builder.create_masked_load(pointer.handle, lanes, filled, None, None, False)
         return tensor_of(handle, kind, shape_of(pointer))
 
     return load
 
 
-def _store(slow: Operator, builder: Any) -> Operator:
+def _store(slow: Operator) -> Operator:
     def store(
         pointer: Any,
         value: Any,
@@ -125,15 +128,15 @@ def _store(slow: Operator, builder: Any) -> Operator:
         if handle is None or (mask is not None and lanes is None):
             return slow(pointer, value, mask, *more, **options)
         if lanes is None:
-            builder.create_store(pointer.handle, handle, None, None)
+            _builder.create_store(pointer.handle, handle, None, None)
         else:
-            builder.create_masked_store(pointer.handle, handle, lanes, None, None)
+            _builder.create_masked_store(pointer.handle, handle, lanes, None, None)
         return None
 
     return store
 
 
-def _atomic_add(slow: Operator, builder: Any) -> Operator:
+def _atomic_add(slow: Operator) -> Operator:
     def atomic_add(
         pointer: Any,
         value: Any,
@@ -150,13 +153,13 @@ def _atomic_add(slow: Operator, builder: Any) -> Operator:
             return slow(pointer, value, mask, sem, scope)
         semantic = upstream.interpreter_semantic
         order = semantic._str_to_sem(sem), semantic._str_to_scope(scope)
-        old = builder.create_atomic_rmw(ir.ATOMIC_OP.ADD, pointer.handle, handle, lanes, *order)
+        old = _builder.create_atomic_rmw(ir.ATOMIC_OP.ADD, pointer.handle, handle, lanes, *order)
         return tensor_of(old, kind, shape_of(pointer))
 
     return atomic_add
 
 
-def _arange(slow: Operator, builder: Any) -> Operator:
+def _arange(slow: Operator) -> Operator:
     known: dict[tuple[int, int], Any] = {}
 
     def arange(start: Any, end: Any, _semantic: Any = None) -> Any:
@@ -171,7 +174,7 @@ def _arange(slow: Operator, builder: Any) -> Operator:
     return arange
 
 
-def _where(slow: Operator, builder: Any) -> Operator:
+def _where(slow: Operator) -> Operator:
     """Among numbers of one type."""
 
     def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
@@ -199,7 +202,7 @@ def _where(slow: Operator, builder: Any) -> Operator:
     return where
 
 
-FUNCTIONS: dict[str, Callable[[Operator, Any], Operator]] = {
+FUNCTIONS: dict[str, Callable[[Operator], Operator]] = {
     "load": _load,
     "store": _store,
     "atomic_add": _atomic_add,
@@ -208,20 +211,17 @@ FUNCTIONS: dict[str, Callable[[Operator, Any], Operator]] = {
 }
 
 
-def _patching(original: Operator) -> Operator:
-    """The language's functions, then the shortcuts in front of them."""
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        names = [name for name in FUNCTIONS if tl.core.is_builtin(getattr(package, name, None))]
-        original(package, builder, scope)
-        for name in names if package in (tl, tl.core) else ():
-            scope.set_attr(package, name, FUNCTIONS[name](getattr(package, name), builder))
-
-    return patch_builtin
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As upstream's, with one semantic for all and the shortcuts in front of what they shorten."""
+    semantic = TritonSemantic(builder)
+    of_language = FUNCTIONS if package in (tl, tl.core) else {}
+    shortcuts = OPERATORS if package is tl.core.tensor else of_language
+    for name, member in inspect.getmembers(package):
+        if tl.core.is_builtin(member):
+            call = with_semantic(member, semantic)
+            scope.set_attr(package, name, shortcuts[name](call) if name in shortcuts else call)
 
 
 def install(replace: Callable[[Any, str, Any], None]) -> None:
-    """Put the functions in place, by ``replace(owner, name, value)``; after those of
-    :mod:`.interpreter_operators`.
-    """
-    replace(upstream, "_patch_builtin", _patching(upstream._patch_builtin))
+    """Put functions and operators in place, by ``replace(owner, name, value)``."""
+    replace(upstream, "_patch_builtin", _patch_builtin)

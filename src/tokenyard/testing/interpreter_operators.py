@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
 from tokenyard.testing.interpreter_speed import SCALAR, Shape, shape_of
@@ -187,24 +186,3 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__getitem__": _index,
     "to": _to,
 }
-
-
-def _patching(original: Operator) -> Operator:
-    """The methods of tensors, then the shortcuts in front of them; once, though ``tl`` and
-    ``tl.core`` share the class.
-    """
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        names = [name for name in OPERATORS if tl.core.is_builtin(getattr(package, name, None))]
-        original(package, builder, scope)
-        for name in names if package is tl.core.tensor else ():
-            scope.set_attr(package, name, OPERATORS[name](getattr(package, name)))
-
-    return patch_builtin
-
-
-def install(replace: Callable[[Any, str, Any], None]) -> None:
-    """Put the operators in place, by ``replace(owner, name, value)``; after those of
-    :mod:`.interpreter_speed`.
-    """
-    replace(upstream, "_patch_builtin", _patching(upstream._patch_builtin))

@@ -8,7 +8,6 @@ Most of the time went into making the same shapes, types and wrappers again for 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -168,15 +167,8 @@ def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
     return get_np_dtype
 
 
-def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """As upstream's, with one semantic for all and without copies of arguments."""
-    semantic = TritonSemantic(builder)
-    for name, member in inspect.getmembers(package):
-        if tl.core.is_builtin(member):
-            scope.set_attr(package, name, _with_semantic(member, semantic))
-
-
-def _with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
+def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
+    """A function of the language as the interpreter calls it, without copies of its arguments."""
     # It would only check that there is a semantic.
     wrapped = getattr(member, "__code__", None) is _BUILTIN_CODE
     inner = member.__wrapped__ if wrapped else member
@@ -191,7 +183,6 @@ def _with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the shortcuts in place, by ``replace(owner, name, value)``."""
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
-    replace(upstream, "_patch_builtin", _patch_builtin)
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
