@@ -12,7 +12,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module, metadata
 from itertools import dropwhile
@@ -175,8 +175,7 @@ def collect_env() -> dict[str, str]:
 
 # The driver, by NVML, which nvidia-smi asks too. Words are torch's GPUs: their UUIDs, in its order.
 
-NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cuda]'"
-DRIVER_FILE = "proc/driver/nvidia/version"
+NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cli]'"
 
 P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS"}
 """nvidia-smi's word for each status of a pair; others are U, unknown."""
@@ -188,15 +187,9 @@ READ, SWITCH = 0, 2
 """NVML's numbers for the capability to read a peer's memory, and for an NVLink to a switch."""
 
 
-def driver(*_: str) -> Record | None:
-    """NVIDIA's, and all GPUs that it sees. Without nvidia-ml-py what the driver's own file says."""
-    try:
-        nvml, found = _nvml()
-    except ModuleNotFoundError:
-        file = ROOT / DRIVER_FILE
-        text = file.read_text() if file.is_file() else ""
-        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-        return {"version": match[1], "cuda": None, "gpus": []} if match else None
+def driver(*uuids: str) -> Record | None:
+    """NVIDIA's, and all GPUs that it sees."""
+    nvml, found = _nvml(uuids)
     if nvml is None:
         return None
 
@@ -217,16 +210,18 @@ def driver(*_: str) -> Record | None:
     }
 
 
-def _nvml() -> tuple[Any, dict[str, Any]]:
+def _nvml(uuids: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """NVML and its GPUs by bare UUID; None and none where there is no driver.
 
     Raises:
-        ModuleNotFoundError: nvidia-ml-py is not installed.
+        ModuleNotFoundError: there are GPUs, but nvidia-ml-py is not installed.
         NVMLError: the driver refuses.
     """
     try:
         nvml: Any = import_module("pynvml")
     except ModuleNotFoundError:
+        if not uuids:
+            return None, {}
         raise ModuleNotFoundError(NO_NVML) from None
     try:
         nvml.nvmlInit()
@@ -243,9 +238,7 @@ def bare(uuid: str) -> str:
 
 def matrix(cell: Callable[[Any, Any, Any], str], uuids: tuple[str, ...]) -> Any:
     """``cell(nvml, a, b)`` of each pair; None where NVML does not know a GPU (a MIG instance)."""
-    if not uuids and not (ROOT / DRIVER_FILE).is_file():
-        return None
-    nvml, found = _nvml()
+    nvml, found = _nvml(uuids)
     order = [found.get(bare(uuid)) for uuid in uuids]
     if nvml is None or None in order or len(order) < 2:
         return None
