@@ -37,7 +37,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.testing import interpreter_functions, interpreter_speed
+from tokenyard.testing import interpreter_operators, interpreter_speed
 
 Builder = upstream.InterpreterBuilder
 
@@ -306,7 +306,7 @@ def _repair() -> None:
     _replace(upstream.ReduceOps, "sum", _sum)
     _replace(upstream, "_patch_lang_tensor", _patch_tensor)
     interpreter_speed.install(_replace)
-    interpreter_functions.install(_replace)
+    interpreter_operators.install(_replace)
     _replace(upstream, "tensor_range", tensor_range)  # where rewritten kernels find their globals
     _replace(upstream.InterpretedFunction, "__call__", _call_device_function)
     upstream.FunctionRewriter.ast_transformer = _Rewriter()

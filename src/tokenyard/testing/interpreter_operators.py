@@ -10,14 +10,17 @@ floats, unsigned numbers, constants of other types, the clock) takes upstream's 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
-from tokenyard.testing.interpreter_speed import SCALAR, Shape, shape_of
+from tokenyard.testing.interpreter_speed import SCALAR, Shape, shape_of, with_semantic
 
 Operator = Callable[..., Any]
 
@@ -29,14 +32,8 @@ _BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
 
 def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
     """A tensor of numbers that fit. ``stored``: what its handle says of them, if not ``kind``."""
-    handle = object.__new__(TensorHandle)
+    handle, tensor = object.__new__(TensorHandle), object.__new__(tl.core.tensor)
     handle.data, handle.dtype, handle.attr = data, stored or kind, {}
-    return tensor_of(handle, kind, shape)
-
-
-def tensor_of(handle: Any, kind: Any, shape: Shape) -> Any:
-    """A tensor of elements of ``kind``."""
-    tensor = object.__new__(tl.core.tensor)
     tensor.handle, tensor.dtype = handle, kind
     tensor.type = kind if shape is SCALAR else shape.block(kind)
     tensor.numel, tensor.shape = shape.constexpr_numel, shape.of_tensor
@@ -186,3 +183,21 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__getitem__": _index,
     "to": _to,
 }
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As upstream's, with one semantic for all, without copies of arguments, and with operators of
+    tensors in front of the long way.
+    """
+    semantic = TritonSemantic(builder)
+    for name, member in inspect.getmembers(package):
+        if tl.core.is_builtin(member):
+            call = with_semantic(member, semantic)
+            if package is tl.core.tensor and name in OPERATORS:
+                call = OPERATORS[name](call)
+            scope.set_attr(package, name, call)
+
+
+def install(replace: Callable[[Any, str, Any], None]) -> None:
+    """Put the operators in place, by ``replace(owner, name, value)``."""
+    replace(upstream, "_patch_builtin", _patch_builtin)
