@@ -44,8 +44,8 @@ def test_a_rank_that_dies_is_named(outcomes: dict[str, dict[str, Any]]) -> None:
     (said, rank), dead = found["ranks"]["0"], found["ranks"]["1"]
     assert (rank, dead, found["left"]) == (1, "killed", [])
     assert re.match(
-        rf"rank 1 did not send its (greeting|rows) to rank 0 within {TIMEOUT} s \(combine #1, "
-        rf"waiting for ",
+        rf"rank 1 did not send its (barrier signal|rows) to rank 0 within {TIMEOUT} s "
+        rf"\(combine #1, waiting for ",
         said,
     )
 

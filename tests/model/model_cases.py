@@ -145,14 +145,14 @@ _RESIZED = [*both(_TWO), *both(_TWO, row=2)]
 _RESIZED_GRID = [Call(_FOUR), Call(_FOUR, combine=True, row=2)]
 
 CASES = {
-    "nvlink, 2 ranks, 3 tokens each, 2 slots: dispatch with greeters, every order of steps": Case(
+    "nvlink, 2 ranks, 3 tokens each, 2 slots: dispatch with barriers, every order of steps": Case(
         one(lambda: Rings([Call(_TWO)], cells=2, barriers=True).machine), reduced=False
     ),
-    "nvlink, 2 ranks: dispatch, combine, both again with rows twice as large, greeters, 4 or 2 "
+    "nvlink, 2 ranks: dispatch, combine, both again with rows twice as large, barriers, 4 or 2 "
     "slots": Case(one(lambda: Rings(_RESIZED, cells=4, barriers=True).machine)),
     "nvlink, 3 ranks, 2 channels, 3 tokens each: dispatch and combine, chunk 2, batch 2, 3 "
     "slots": Case(one(lambda: Rings(both(_THREE, chunk=2, batch=2), cells=3, channels=2).machine)),
-    "nvlink, 3 ranks: dispatch, combine, dispatch, greeters, 2 slots": Case(
+    "nvlink, 3 ranks: dispatch, combine, dispatch, barriers, 2 slots": Case(
         one(lambda: Rings([*both(_THREE), Call(_THREE)], cells=2, barriers=True).machine)
     ),
     "nvlink, 3 ranks: combine, every routing of 3 tokens, batch 2, 2 slots": Case(
@@ -191,14 +191,14 @@ CASES = {
     "twolevel, 2x2: combine, every routing of 3 tokens, chunks 2 and 2, credit 2, batch 2": Case(
         flows(Call((), combine=True, chunk=2, far_chunk=2, credit=2, batch=2), 3, 3, 4, (1, 2, 3))
     ),
-    "twolevel, 2x2: dispatch and combine of all ranks, rows twice as large, greeters, 1 and 2 "
+    "twolevel, 2x2: dispatch and combine of all ranks, rows twice as large, barriers, 1 and 2 "
     "slots": Case(
         one(lambda: Grid(_RESIZED_GRID, grid=(2, 2), cells=2, far_cells=2, barriers=True).machine)
     ),
     "twolevel, 2x2, 2 channels: dispatch and combine of all ranks, 2 tokens each, 1 slot": Case(
         one(lambda: Grid(both(_FOUR), grid=(2, 2), cells=1, far_cells=1, channels=2).machine)
     ),
-    "twolevel, 2x2: dispatch and combine of all ranks, 3 tokens each, greeters, 1 slot": Case(
+    "twolevel, 2x2: dispatch and combine of all ranks, 3 tokens each, barriers, 1 slot": Case(
         one(
             lambda: (
                 Grid(
@@ -241,7 +241,7 @@ CASES = {
             mapped=True,
         )
     ),
-    "twolevel, 2x2 mapped: dispatch and combine of all ranks, rows twice as large, greeters, 1 and "
+    "twolevel, 2x2 mapped: dispatch and combine of all ranks, rows twice as large, barriers, 1 and "
     "2 slots": Case(
         one(
             lambda: (

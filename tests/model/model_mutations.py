@@ -89,8 +89,8 @@ MUTATIONS = {
     "waits for all rows at once": Mutation(partial(flat, _COMBINE, 4, 3), STUCK),
     "tokens in another order": Mutation(partial(flat, _COMBINE, 4, 3), STUCK),
     "one half only": Mutation(_barrier, OVERWRITTEN),
-    "hello before tag": Mutation(_barrier, NOT_THERE),
-    "hellos of the last call": Mutation(_barrier, NOT_THERE),
+    "signal before tag": Mutation(_barrier, NOT_THERE),
+    "entered of the last call": Mutation(_barrier, NOT_THERE),
     # two levels
     "signal before data": Mutation(partial(flows, _FAR, 3, 2, 4, (2, 3)), NOT_THERE),
     "no fence": Mutation(partial(flows, _FAR, 3, 2, 4, (2, 3)), NOT_THERE),

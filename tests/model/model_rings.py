@@ -216,7 +216,7 @@ class Post(NamedTuple):
 def post(machine: Machine, name: str) -> Post:
     """A new one."""
     first, second = machine.memory(f"tags {name}", 2)
-    return Post((first, second), machine.counter(f"hellos {name}"))
+    return Post((first, second), machine.counter(f"entered {name}"))
 
 
 def call_barrier(call: int, to: Sequence[Post], of: Sequence[Post], bug: Bug) -> Ops:
@@ -224,13 +224,13 @@ def call_barrier(call: int, to: Sequence[Post], of: Sequence[Post], bug: Bug) ->
     parity = 0 if bug("one half only") else call % 2
     for early in (True, False):
         for post in to:
-            if early != bug("hello before tag"):
+            if early != bug("signal before tag"):
                 yield Store(post.halves[parity], 1 + call)
         for post in to:
-            if early == bug("hello before tag"):
+            if early == bug("signal before tag"):
                 yield Release(post.counter)
     for post in of:
-        yield from wait(post.counter, call + (not bug("hellos of the last call")))
+        yield from wait(post.counter, call + (not bug("entered of the last call")))
     for post in of:
         yield Read(post.halves[parity], 1 + call)
 

@@ -144,10 +144,10 @@ class RankRun:
         self._check_call_barriers()
 
     def _check_call_barriers(self) -> None:
-        """The host knows how often this rank has said hello: by it, messages name the call in which
-        a kernel gave up.
+        """The host knows how often this rank has entered a call: by it, messages name the call in
+        which a kernel gave up.
         """
-        assert self.engine._monitor._hellos == int(self.engine._workspace.state[EPOCH.value])
+        assert self.engine._monitor._entered == int(self.engine._workspace.state[EPOCH.value])
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]

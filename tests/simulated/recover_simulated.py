@@ -220,7 +220,7 @@ def example() -> None:
         here.memory.settle()
         want["headers"].view(2, 3, 90)[1, 1, : head.STATUS] = said[: head.STATUS]
         want["matrix"].view(2, 3, 5)[1, 1, 3:] = torch.tensor([head.MOST_ROWS, 77])
-        want["arrivals"][1], want["hellos"][1], want["dones"][1] = 12, 8, 8
+        want["arrivals"][1], want["entered"][1], want["dones"][1] = 12, 8, 8
         want["tags"].view(2, 3)[1, 1] = 88
         assert torch.equal(region.local.view(torch.int64), before)
 

@@ -27,10 +27,10 @@ pytestmark = without_devices
 DEATHS = {2: 4, 3: 8, 4: 3}
 """Seeds by world size."""
 SILENT = re.compile(
-    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|its rows|room for "
-    r"rows|the end of its rows) "
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its barrier signal|its rows|"
+    r"room for rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
+    r"(?:tickets|(?:arrivals|entered|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
     r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")

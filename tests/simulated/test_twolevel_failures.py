@@ -24,11 +24,11 @@ DEATHS = {(2, 2): 6, (3, 2): 2}
 DEATHS_IN_PLACE = {(2, 2): 6, (3, 2): 2}
 """The same, in calls in place."""
 SILENT = re.compile(
-    r"rank (\d+) did not send (?:its part of the plan|its counts|its greeting|(?:its )?rows(?: of "
-    r"rank \d+)?|its node's sums"
+    r"rank (\d+) did not send (?:its part of the plan|its counts|its barrier signal|"
+    r"(?:its )?rows(?: of rank \d+)?|its node's sums"
     rf"|the end of its rows|room for rows(?: of rank \d+)?) to rank (\d+) within {TIMEOUT} s "
     r"\((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|hellos|dones)\[\d+\]"
+    r"(?:tickets|(?:arrivals|entered|dones)\[\d+\]"
     r"|(?:network )?(?:tails|heads)\[\d+, \d+\] \((sender|receiver|network "
     r"sender|forwarder|combiner|reducer)\)) "
     r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"

@@ -108,7 +108,7 @@ class Agreement(Engine):
         return headers
 
     def _announce(
-        self, fingerprint: Fingerprint, topk_idx: Tensor, departure: SendPlan, spec: Spec
+        self, fingerprint: Fingerprint, topk_idx: Tensor, send_plan: SendPlan, spec: Spec
     ) -> Callable[[], Tensor | None]:
         """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
         the host; None where static shapes let the device go on alone.
@@ -121,14 +121,14 @@ class Agreement(Engine):
             topk_idx.device
         )
         head.mark_bad_index(header, topk_idx, config.num_experts)
-        header[:, head.NUM_ROWS] = departure.counts
-        header[:, head.ROUTING] = head.digest(departure.topk_idx)
+        header[:, head.NUM_ROWS] = send_plan.counts
+        header[:, head.ROUTING] = head.digest(send_plan.topk_idx)
         parts = [
-            counts_by_rank(departure.topk_idx, config),
-            departure.counts[: config.matrix_ranks].expand(config.world_size, -1),
+            counts_by_rank(send_plan.topk_idx, config),
+            send_plan.counts[: config.matrix_ranks].expand(config.world_size, -1),
         ]
         if self._relays:
-            to_node = departure.leaving.repeat_interleave(self._grid.ranks_per_node)
+            to_node = send_plan.leaving.repeat_interleave(self._grid.ranks_per_node)
             parts.append(to_node.unsqueeze(1))
         header[:, head.COUNTS :] = torch.cat(parts, dim=1)
         return self._swap(header, fingerprint)

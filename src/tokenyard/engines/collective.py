@@ -74,24 +74,24 @@ class CollectiveEngine(Agreement):
     ) -> tuple[Payload, Plan, Arrived]:
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
-            departure = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
+            send_plan = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
             fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
-            headers = self._announce(fingerprint, topk_idx, departure, spec)
+            headers = self._announce(fingerprint, topk_idx, send_plan, spec)
         with record_function("tokenyard.dispatch.pack"):
             row = self._format(payload, routed=True, weighted=weights is not None)
-            send = self._rows.buffer("send", row, departure.token.numel(), payload.x.device)
-            row.pack(payload, departure.token, Routing(departure.topk_idx, departure.weights), send)
+            send = self._rows.buffer("send", row, send_plan.token.numel(), payload.x.device)
+            row.pack(payload, send_plan.token, Routing(send_plan.topk_idx, send_plan.weights), send)
         with record_function("tokenyard.dispatch.counts"):
             everybody = headers()
-            sends, spans, sources = self._counts(departure, everybody, spec)
+            sends, spans, sources = self._counts(send_plan, everybody, spec)
         with record_function("tokenyard.dispatch.rows"):
             recv = self._received(row, spans, spec, payload.x.device)
             if not spec.exact:
                 row.vacate(recv)
             rows = self._rows.move(send, recv, spans, "dispatch", self._calls - 1)
-            returns = ways_back(departure, spec, self.config)
+            returns = ways_back(send_plan, spec, self.config)
             rows()
-            route, hops = departure.token, list[int]()
+            route, hops = send_plan.token, list[int]()
             if self._hierarchy is not None:
                 hop = self._hierarchy.plan(row.topk_idx(recv), sources, spec)
                 recv = self._hierarchy.forward(row, recv, hop, "dispatch", self._calls - 1)
@@ -110,7 +110,7 @@ class CollectiveEngine(Agreement):
                 slots=place.slots,
                 picks=place.picks,
                 gather=place.gather,
-                first_pick=departure.first_pick,
+                first_pick=send_plan.first_pick,
             )
             return payload, plan, arrived
 
@@ -199,14 +199,14 @@ class CollectiveEngine(Agreement):
     # Before rows move
 
     def _counts(
-        self, departure: SendPlan, headers: Tensor | None, spec: Spec
+        self, send_plan: SendPlan, headers: Tensor | None, spec: Spec
     ) -> tuple[list[int], Spans, list[int]]:
         """Rows to each rank ``[R]``, spans of the first hop, and rows from each rank ``[R]``."""
         most, nodes = self.config.max_tokens_per_rank, self._grid.num_nodes
         if headers is None:
             everywhere = [most] * self.config.world_size
             return everywhere, self._first_hop([most] * nodes, [most] * nodes, spec), everywhere
-        counts = host_ints(torch.cat([departure.leaving, departure.counts]))
+        counts = host_ints(torch.cat([send_plan.leaving, send_plan.counts]))
         sources = host_ints(headers[:, head.NUM_ROWS])
         rail = self._grid.rail_of(self.config.rank)
         comes = sources

@@ -47,10 +47,10 @@ def plan_send(
     return SendPlan(token, hits, *counts, merged.topk_idx, merged.topk_weights, merged.first_pick)
 
 
-def ways_back(departure: SendPlan, spec: Spec, config: Config) -> Tensor:
+def ways_back(send_plan: SendPlan, spec: Spec, config: Config) -> Tensor:
     """Where each token's rows will come back: ``Plan.returns``."""
     stride = None if spec.exact else config.max_tokens_per_rank
-    return return_places(departure.hits, stride, min(config.num_topk, departure.hits.shape[1]))
+    return return_places(send_plan.hits, stride, min(config.num_topk, send_plan.hits.shape[1]))
 
 
 def counts_by_rank(topk_idx: Tensor, config: Config) -> Tensor:

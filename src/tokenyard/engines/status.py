@@ -79,7 +79,7 @@ _ONE = sync.STATUS_WORDS - 1
 _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_PLAN.value: ("its part of the plan", "tickets"),
     sync.ON_COUNTS.value: ("its counts", "arrivals[{peer}]"),
-    sync.ON_CALL_BARRIER.value: ("its greeting", "hellos[{peer}]"),
+    sync.ON_CALL_BARRIER.value: ("its barrier signal", "entered[{peer}]"),
     sync.ON_ROWS.value: ("its rows", "tails[{peer}, {counter}]"),
     sync.ON_ROOM.value: ("room for rows", "heads[{peer}, {counter}]"),
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
@@ -129,7 +129,7 @@ class StatusMonitor:
         self._failure: Exception | None = None
         self._status: Any = workspace.status.numpy()
         self._begun: deque[Begun] = deque(maxlen=1024)
-        self._hellos = 0
+        self._entered = 0
         self._on_gpu = workspace.memory.device.type == "cuda"
         if self._on_gpu:  # a stream that is first used beside a kernel may wait for it
             self._beside = torch.cuda.Stream(workspace.memory.device)
@@ -137,24 +137,24 @@ class StatusMonitor:
 
     def begin(self, fingerprint: Fingerprint, tag: int) -> None:
         """A call begins. ``tag``: what it tells the others, without the routing's part."""
-        self._begun.append(Begun(fingerprint.op, fingerprint.call, tag, self._hellos))
-        self._hellos += 1
+        self._begun.append(Begun(fingerprint.op, fingerprint.call, tag, self._entered))
+        self._entered += 1
 
     def stop_short(self) -> None:
         """The call that began last has ended before any rank announced it."""
-        self._hellos -= 1
+        self._entered -= 1
 
     def meets(self) -> None:
         """The call that began last announces the call once more than others do."""
-        self._begun.append(self._begun[-1]._replace(at=self._hellos))
-        self._hellos += 1
+        self._begun.append(self._begun[-1]._replace(at=self._entered))
+        self._entered += 1
 
     @property
     def _now(self) -> Begun:
         """The call in which a kernel gave up, behind which others may be queued; the last one,
         while none has. Of a replay of a CUDA graph: the last call of that kind by the host.
         """
-        code, phase, own, tag, hellos = (
+        code, phase, own, tag, entered = (
             int(self._status[at])
             for at in (sync.CODE, sync.PHASE, sync.EXPECTED, sync.TAG, sync.CALL)
         )
@@ -165,10 +165,10 @@ class StatusMonitor:
         of_plan = phase in (sync.ON_PLAN.value, sync.ON_COUNTS.value)
         # judged before anybody announces the call
         if of_plan or (tag == own and unpack(own)["op"] == head.DISPATCH):
-            at, alike = hellos, [begun for begun in self._begun if begun.op == head.DISPATCH]
+            at, alike = entered, [begun for begun in self._begun if begun.op == head.DISPATCH]
         else:
             plain = tag if tag == REFUSED else tag & ((1 << _BITS[-1][2]) - 1)  # no routing
-            at, alike = hellos - 1, [begun for begun in self._begun if begun.tag == plain]
+            at, alike = entered - 1, [begun for begun in self._begun if begun.tag == plain]
         exact = [begun for begun in alike if begun.at == at]
         return (exact or alike or self._begun)[-1]
 

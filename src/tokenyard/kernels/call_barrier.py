@@ -2,10 +2,11 @@
 """The call barrier: one program of every data kernel tells all peers what call this is, and waits
 until all have told the same.
 
-It publishes ``tags[parity][me]`` at every peer, then adds 1 to ``hellos[me]`` there (release). It
-reads ``tags[parity][peer]`` of its own region after ``hellos[peer]`` has reached the number of this
-call (acquire). A data kernel ends only after its barrier. So all peers have entered call n when a
-rank enters n + 1, and have left it when it enters n + 2, which is when it writes that parity again.
+It publishes ``tags[parity][me]`` at every peer, then adds 1 to ``entered[me]`` there (release). It
+reads ``tags[parity][peer]`` of its own region after ``entered[peer]`` has reached the number of
+this call (acquire). A data kernel ends only after its barrier. So all peers have entered call n
+when a rank enters n + 1, and have left it when it enters n + 2, which is when it writes that parity
+again.
 
 It also names a silent peer from which no row was to come.
 """
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.region import EPOCH, hello_of, peer_base, tag_of
+from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, given_up, lacking, note_call,
@@ -59,8 +60,8 @@ def all_in_call(regions, state, tag, k: tl.constexpr):
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    hellos = hello_of(mine, r, k)
-    seen = wait_for_all(hellos, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False)
+    entered = entered_of(mine, r, k)
+    seen = wait_for_all(entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False)
     ok = lacking(seen, want, r < k.ranks) == 0
     if ok:
         ok = in_same_call(state, mine, call, tag, r < k.ranks, k)
@@ -76,8 +77,8 @@ def announce_call(regions, state, tag, k: tl.constexpr):
     r = tl.arange(0, k.rank_bins)
     bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
     tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=r < k.ranks)
-    hellos = hello_of(bases, me, k)
-    add_release(hellos, tl.full((k.rank_bins,), 1, tl.int64), r < k.ranks)
+    entered = entered_of(bases, me, k)
+    add_release(entered, tl.full((k.rank_bins,), 1, tl.int64), r < k.ranks)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ words:
     tails    [R, C]  written by the source: rows put into my ring (source, channel), in total
     heads    [R, C]  written by the destination: rows of mine that it has taken out of its ring
                      (me, channel), in total
-    hellos   [R]     written by the peer: data calls it has entered
+    entered  [R]     written by the peer: data calls it has entered
     arrivals [R]     written by the peer: its channels that have sent me their counts, in total
     dones    [R]     written by the peer: its programs that have written all their rows of a
                      dispatch in place, in total
@@ -52,7 +52,7 @@ def before(part: str, table: dict[str, int]) -> int:
 def signal_table(ranks: int, channels: int, header_words: int) -> dict[str, int]:
     """int64 words of each part of the symmetric region before the rings."""
     return {
-        "tails": ranks * channels, "heads": ranks * channels, "hellos": ranks, "arrivals": ranks,
+        "tails": ranks * channels, "heads": ranks * channels, "entered": ranks, "arrivals": ranks,
         "dones": ranks, "tags": 2 * ranks, "matrix": 2 * ranks * (ranks + 2),
         "bounds": 2 * ranks * channels, "headers": 2 * ranks * header_words,
     }  # fmt: skip
@@ -138,8 +138,8 @@ def head_of(base, destination, channel, k: tl.constexpr):
 
 
 @triton.jit
-def hello_of(base, peer, k: tl.constexpr):
-    return _signals(base, "hellos", k) + peer
+def entered_of(base, peer, k: tl.constexpr):
+    return _signals(base, "entered", k) + peer
 
 
 @triton.jit

@@ -13,7 +13,7 @@ Example: ranks 0 and 2 of three are left, with 2 channels. Before its plan numbe
 for rank 1: the call's first header words and nothing behind them (0 tokens, 0 rows), a row of the
 matrix with no rows, all room and the tag, all into half 1, and ``arrivals[1] = 12``. Before its
 data launch number 7, where 3 of those before were dispatches in place by 2 programs each: the tag
-into half 1, ``hellos[1] = 8`` and ``dones[1] = 8``. Rank 2 does the same in its own region.
+into half 1, ``entered[1] = 8`` and ``dones[1] = 8``. Rank 2 does the same in its own region.
 
 Who publishes what, and who may read it when:
 
@@ -48,7 +48,7 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import (
-    DIRECT_CALLS, EPOCH, TICKETS, arrival_of, done_of, header_of, hello_of, matrix_of, peer_base,
+    DIRECT_CALLS, EPOCH, TICKETS, arrival_of, done_of, header_of, entered_of, matrix_of, peer_base,
     tag_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, add_release, words
@@ -106,7 +106,7 @@ def join_call_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call, in_place = tl.load(words(state) + EPOCH), tl.load(words(state) + DIRECT_CALLS)
     tl.store(tag_of(mine, (call % 2).to(tl.int32), r, k), tag + (r * 0), mask=gone)
-    _raise_to(hello_of(mine, r, k), call + 1 + (r * 0), gone)
+    _raise_to(entered_of(mine, r, k), call + 1 + (r * 0), gone)
     _raise_to(done_of(mine, r, k), (in_place + 1) * k.writers + (r * 0), gone)
 
 

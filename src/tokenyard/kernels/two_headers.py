@@ -7,12 +7,12 @@ one, the same to d's node, rows to d's node; if d has s's local index, it forwar
 also rows to each rank of its node in channels before each one.
 
 Who publishes what, who may read when: the put that brings a node header adds C to ``arrivals[s]``
-at d, as many as C programs of a near plan do; a tag comes with 1 onto ``hellos[s]``. Program 0 has
+at d, as many as C programs of a near plan do; a tag comes with 1 onto ``entered[s]``. Program 0 has
 waited for them (acquire) and copies node headers to where near ranks write theirs. The call barrier
-reads tags when a look at all hellos (acquire) has found those of this call.
+reads tags when a look at all ``entered`` (acquire) has found those of this call.
 
 Why reuse is safe: node headers, tags and what they are put from alternate by the parity of the
-call. Half ``n % 2`` is written again in call n + 2, behind arrival (hello) n + 1 of that rank,
+call. Half ``n % 2`` is written again in call n + 2, behind arrival (or signal) n + 1 of that rank,
 which it sent behind its call n, for which it needed mine: it has read that, and the put is over.
 """
 
@@ -29,7 +29,7 @@ from tokenyard.kernels.call_barrier import CallBarrierConfig, all_in_call, count
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
-    EPOCH, arrival_of, bounds_of, first_out, header_of, hello_of, in_bound, matrix_of,
+    EPOCH, arrival_of, bounds_of, first_out, header_of, entered_of, in_bound, matrix_of,
     peer_base, tag_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
@@ -184,12 +184,12 @@ def announce_call_to_all(regions, state, tag, k: tl.constexpr):
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
     tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=near)
-    add_release(hello_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
+    add_release(entered_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
     mine = peer_base(regions, me)
     here = tag_at(parity, k)
     tl.store(words(mine + here), tag)
     there = tag_of(mine, parity, me, k).to(tl.int64) - mine
-    counter = hello_of(mine, me, k).to(tl.int64) - mine
+    counter = entered_of(mine, me, k).to(tl.int64) - mine
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
@@ -230,7 +230,7 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
     want = call + 1 + (r * 0)
-    seen = look_at_all(hello_of(mine, r, k), r < k.ranks)
+    seen = look_at_all(entered_of(mine, r, k), r < k.ranks)
     tl.debug_barrier()
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
