@@ -103,11 +103,19 @@ class Handle:
         """
         keep_for((*self.plan, *self.arrived), stream)
 
-    def rows_between(self) -> Tensor | None:
+    def rows_between(self, num_ranks: int | None = None) -> Tensor | None:
         """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.
 
         None where the host does not know: static shapes, or more ranks than ``MOST_MATRIX_RANKS``.
+
+        Raises:
+            ValueError: ``num_ranks`` is not the R of the handle.
         """
+        if num_ranks not in (None, self.num_ranks):
+            raise ValueError(
+                f"num_ranks ({num_ranks!r}) must be {self.num_ranks}, the ranks of the object that "
+                f"made this handle: leave it out"
+            )
         num_ranks = self.num_ranks
         if not self.spec.exact or num_ranks > MOST_MATRIX_RANKS:
             return None

@@ -169,6 +169,9 @@ def test_rows_counts_and_matrix(ranks: Ranks, layout: Layout) -> None:
             recv = dispatch(ranks, ep, same)
             check_received(recv, same, ranks.rank)
             matrix = recv.handle.rows_between()
+            assert matrix is None or matrix.equal(recv.handle.rows_between(size))
+            with pytest.raises(ValueError, match=f"must be {size}"):
+                recv.handle.rows_between(size + 1)
             assert matrix is None if not exact else matrix is not None and matrix.tolist() == want
             y = ep.combine(rows_to_combine(recv, case, ranks.rank), recv.handle)
             check_combined(y, case, ranks.rank, case.combined(ranks.rank).x)

@@ -155,6 +155,7 @@ class RankRun:
             num_tokens=len(idx),
             num_rows=rows.x.shape[0],
             has_weights=weighted,
+            num_ranks=case.world_size,
             index_dtype=idx.dtype,
             plan=plan,
             arrived=arrived,

@@ -180,6 +180,7 @@ class RankRun:
             num_tokens=len(case.picks[self.rank][0]),
             num_rows=rows.x.shape[0],
             has_weights=True,
+            num_ranks=case.world_size,
             index_dtype=torch.int64,
             plan=plan,
             arrived=arrived,
