@@ -114,16 +114,20 @@ def test_between_nodes() -> None:
     )
 
 
-def test_other_engines_take_no_options() -> None:
+def test_other_engines_take_no_options_but_lost_weights() -> None:
     with ty.ExpertParallel(
         num_experts=2, hidden=8, num_topk=1, max_tokens_per_rank=2, device="cpu"
     ) as ep:
         recv = ep.dispatch(torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64))
         with pytest.raises(
             ty.NotSupported,
-            match="engine 'collective' takes no options of a call; engine 'low_latency' can",
+            match="engine 'collective' takes no options of a call but lost_weights; engine "
+            "'low_latency' can",
         ):
-            ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=torch.zeros(2)))
+            ep.combine(recv.x, recv.handle, options=ty.CallOptions(timeout=1.0))
+        lost = torch.full((2,), torch.nan)
+        ep.combine(recv.x, recv.handle, options=ty.CallOptions(lost_weights=lost))
+        assert lost.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
 
-SEEDS = {1: 2, 2: 16, 3: 8, 4: 5, 8: 2, 16: 1}
+SEEDS = {1: 2, 2: 10, 3: 6, 4: 4, 8: 1, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
-GRIDS = {(2, 1): 8, (2, 2): 5, (3, 1): 3, (2, 4): 1, (4, 4): 1}
+GRIDS = {(2, 1): 5, (2, 2): 3, (3, 1): 2, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
 KINDS = {
     "barrier",
@@ -28,6 +28,9 @@ KINDS = {
     "wrong epoch",
     "last token",
 }
+FIRST = {(m.kind, m.part, changed(m)[0]): name for name, m in reversed(MUTATIONS.items())}
+TRIED = [name for name in MUTATIONS if SOAK > 1 or name in FIRST.values()]
+"""Of each kind the first in each kernel and rehearsal; ``make soak`` tries all."""
 
 
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
@@ -82,13 +85,11 @@ def test_waits_and_loads_are_added_up() -> None:
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[int, str]]:
     """A seed that finds each mutation (-1: none), and what it reports."""
-    jobs = [(name, mutation.seeds()) for name, mutation in MUTATIONS.items()]
-    return dict(
-        zip(MUTATIONS, run_all("low_latency_ranks.first_seed_that_finds", jobs), strict=True)
-    )
+    jobs = [(name, MUTATIONS[name].seeds()) for name in TRIED]
+    return dict(zip(TRIED, run_all("low_latency_ranks.first_seed_that_finds", jobs), strict=True))
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", TRIED)
 def test_a_planted_bug_is_found(found: dict[str, tuple[int, str]], name: str) -> None:
     seed, report = found[name]
     assert seed >= 0, f"{name}: {report}, within {MUTATIONS[name].within} seeds"
