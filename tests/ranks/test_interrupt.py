@@ -30,12 +30,20 @@ PATIENT = 1e6
 
 
 def waits(ident: int | None) -> bool:
-    """Whether a thread waits in one of our calls, as its stack tells."""
-    frame = sys._current_frames().get(ident or -1)
-    names = [""]
-    while frame is not None:
-        names.append(frame.f_code.co_filename)
-        frame = frame.f_back
+    """Whether a thread waits in one of our calls, as its stack tells. A thread that ran on while
+    its stack is read would leave frames that are none: no switch to it, and else another look.
+    """
+    names, interval = [""], sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        frame = sys._current_frames().get(ident or -1)
+        while frame is not None:
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back
+    except AttributeError:
+        return False
+    finally:
+        sys.setswitchinterval(interval)
     names = names[1:] or names
     ours = any(
         name.endswith(("tokenyard/calls.py", "tokenyard/guard.py", "engines/gloo_transport.py"))
