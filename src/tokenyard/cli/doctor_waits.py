@@ -22,8 +22,10 @@ MUCH, LEAST = 3.0, 1e-3
 
 MEANS = {"counts": "it comes late to calls", "rows": "it packs or sends slowly"}
 
-Waits = dict[str, dict[tuple[int, int], float]]
-"""Seconds by what was waited for ("counts", "rows"), then by (who waited, for whom)."""
+Pairs = dict[tuple[int, int], float]
+"""Seconds by (who waited, for whom)."""
+Waits = dict[str, Pairs]
+"""By what was waited for: "counts", "rows"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +71,21 @@ def slow_in(waits: Waits) -> list[Slow]:
     return sorted(found, key=lambda each: -each.seconds)
 
 
-def _slow(what: str, pairs: dict[tuple[int, int], float]) -> Iterator[Slow]:
+def _slow(what: str, pairs: Pairs) -> Iterator[Slow]:
     usual = median_low(pairs.values())
     long = {pair: s for pair, s in pairs.items() if s >= LEAST and s > MUCH * usual}
-    for source in sorted({source for _, source in long}):
-        waited = {pair: s for pair, s in long.items() if pair[1] == source}
-        others, most = sum(pair[1] == source for pair in pairs), max(waited.values())
+    for source, waited, others in _alike(pairs, long, 1):
         if others > 1 and 2 * len(waited) > others:
             yield Slow(
-                what, source, None, most,
+                what, source, None, max(waited.values()),
                 f"rank {source} is slow: {len(waited)} of {others} ranks wait for its {what}; "
                 f"{MEANS.get(what, 'it is late')}",
             )  # fmt: skip
             long = {pair: s for pair, s in long.items() if pair[1] != source}
-    for to in sorted({to for to, _ in long}):
-        waited = {pair: s for pair, s in long.items() if pair[0] == to}
-        others, most = sum(pair[0] == to for pair in pairs), max(waited.values())
+    for to, waited, others in _alike(pairs, long, 0):
         if others > 1 and 2 * len(waited) > others:
             yield Slow(
-                what, None, to, most,
+                what, None, to, max(waited.values()),
                 f"ways into rank {to} are slow: it alone waits, for {what} of {len(waited)} of "
                 f"{others} ranks",
             )  # fmt: skip
@@ -98,6 +96,19 @@ def _slow(what: str, pairs: dict[tuple[int, int], float]) -> Iterator[Slow]:
             if alone:
                 which = f"rank {source} is slow, or the way to rank {to}: no other rank can tell"
             yield Slow(what, source, to, seconds, f"{which} for its {what}")
+
+
+def _alike(pairs: Pairs, long: Pairs, at: int) -> list[tuple[int, Pairs, int]]:
+    """By the rank that stands ``at`` (0: who waited, 1: for whom) in long waits: these waits, and
+    how many waits it has in all."""
+    return [
+        (
+            rank,
+            {pair: seconds for pair, seconds in long.items() if pair[at] == rank},
+            sum(pair[at] == rank for pair in pairs),
+        )
+        for rank in sorted({pair[at] for pair in long})
+    ]
 
 
 def document_of(waits: Waits) -> dict[str, object]:
