@@ -201,6 +201,20 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
             else:
                 label(name, "back weighted")
                 engine.combine(rows, plan, spec, weights=torch.empty(1))
+    pushing = NvlinkEngine(
+        config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20
+    )
+    for layout in () if few else Layout:
+        spec = Spec(layout=layout, exact=True)
+        _, plan, _ = pushing.dispatch(plain, idx, weights, spec, None)
+        label(layout.name, "pushed back")
+        pushing.combine(rows, plan, spec)
+        if layout is Layout.FLAT:
+            label(layout.name, "pushed back reducing weights")
+            pushing.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+        else:
+            label(layout.name, "pushed back weighted")
+            pushing.combine(rows, plan, spec, weights=torch.empty(1))
     if not few:
         label("int32 ids, no weights")
         engine.dispatch(plain, idx.int(), None, Spec(layout=Layout.FLAT, exact=True), None)

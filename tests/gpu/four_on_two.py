@@ -11,8 +11,8 @@ of a 2x2 grid:
 - **A**: ranks of a node share a GPU, so what a node sends to another crosses NVLink;
 - **B**: ranks of a node are on different GPUs, so what goes on inside of a node crosses NVLink.
 
-Two GPUs stand for four here: changes of a kernel can be compared, but **these are not figures of
-four GPUs**. Two ranks share a GPU's multiprocessors (``all`` is a share of them), memory, L2 and
+With one GPU all ranks share it, and nothing crosses NVLink. Two GPUs stand for four here: changes
+of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a GPU's multiprocessors (``all`` is a share of them), memory, L2 and
 NVLink. ``tokenyard bench`` makes those, with a GPU per rank.
 
 Each kind of call has an object of its own; what its cached calls return is compared with the truth,
@@ -51,7 +51,7 @@ from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology
 
-GPUS = 2
+GPUS = min(2, max(1, torch.cuda.device_count()))
 EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 ENGINES, MAPS = ("twolevel", "nvlink"), ("A", "B")
 IN_PLACE = " in place"
@@ -131,6 +131,8 @@ def enable_peers() -> None:
     """Both GPUs map each other's memory: torch sees to it at a first copy. RuntimeError if they
     cannot.
     """
+    if GPUS == 1:
+        return
     for here, there in ((0, 1), (1, 0)):
         if not torch.cuda.can_device_access_peer(here, there):
             raise RuntimeError(f"GPU {here} cannot reach the memory of GPU {there}")

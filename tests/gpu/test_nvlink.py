@@ -448,7 +448,7 @@ def test_a_rank_that_stays_away_from_combine(ranks: Ranks) -> None:
 @distributed_test(world_size=SIZES, engine="nvlink")
 def test_num_sms_changes_no_bit(ranks: Ranks) -> None:
     case = Case(ranks.world_size, num_tokens=60)
-    for num_sms in (2 * ranks.world_size, 20):
+    for num_sms in (1, 2 * ranks.world_size, 20):
         with case.make(ranks, num_sms=num_sms) as ep:
             check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
             want = reference.combine(case.expert_rows, case.expected)[ranks.rank]
@@ -458,5 +458,37 @@ def test_num_sms_changes_no_bit(ranks: Ranks) -> None:
                 ranks.rank,
                 want.x,
             )
-    with pytest.raises(ValueError, match=r"num_sms \(1\) must be at least"):
-        case.make(ranks, num_sms=1)
+
+
+@pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
+@distributed_test(world_size=(*SIZES, 2), engine="nvlink")
+def test_combines_with_few_multiprocessors(ranks: Ranks, layout: ty.Layout) -> None:
+    """Rows are pushed to a receive buffer while all fit, and go through rings where a rank has more
+    tokens than ``max_tokens_per_rank``; the bits are the same."""
+    rank = ranks.rank
+    case = Case(ranks.world_size, num_tokens=33, hidden=264, layout=layout)
+    more = Case(ranks.world_size, num_tokens=40, hidden=264, seed=1)
+    with case.make(ranks, num_sms=4) as ep:
+        rings = ep.buffer_bytes
+        for seed in range(2):
+            each = Case(ranks.world_size, num_tokens=33, hidden=264, layout=layout, seed=seed)
+            check_received(recv := dispatch(ranks, ep, each), each, rank)
+            rows = rows_to_combine(recv, each, rank)
+            want = reference.combine(each.expert_rows, each.expected)[rank]
+            check_combined(ep.combine(rows, recv.handle), each, rank, want.x)
+            if layout is ty.Layout.FLAT:
+                given = [row.topk_weights + 0.5 for row in each.expected]
+                want = reference.combine(each.expert_rows, each.expected, reduce_weights=given)
+                got = ep.combine(rows, recv.handle, reduce_weights=given[rank].to(ranks.device))
+                check_combined(got.topk_weights, each, rank, want[rank].topk_weights)
+            else:
+                want = reference.combine(each.expert_rows, each.expected, weighted=True)
+                check_combined(
+                    ep.combine(rows, recv.handle, weighted=True), each, rank, want[rank].x
+                )
+                continue
+            check_received(recv := dispatch(ranks, ep, more), more, rank)
+            want = reference.combine(more.expert_rows, more.expected)[rank]
+            rows = rows_to_combine(recv, more, rank)
+            check_combined(ep.combine(rows, recv.handle), more, rank, want.x)
+        assert ep.buffer_bytes == rings

@@ -138,7 +138,12 @@ tl.store(bases_at)
     ("push", "_push_rows"): """
 for range(tl.program_id(0), chunks * OTHERS, k.pushers)
   if count > 0
-    _copy(source)
+    if k.by_expert
+      _sum_chunk(parts)
+    else
+      _copy(source)
+    if k.picks
+      _copy(floats(parts.picks) + row * k.picks)
     raise_release(landed_of(base, me, i, k))
 """,  # no model: nobody waits in it
     ("push", "_sum_rows"): """
@@ -146,8 +151,10 @@ for range(first, pieces, k.reducers)
   if ok
     _landed(peers.state)
   if ok
-    for tl.range(begin, end, k.block, num_stages=k.stages)
-      store_sums(sums)
+    _add_rows(parts)
+    if k.picks
+      if begin == 0
+        _add_weights(parts)
 """,  # no model: nobody waits for who sums
     ("push", "push_kernel"): """
 if not given_up(state)

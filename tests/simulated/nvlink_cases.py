@@ -14,7 +14,7 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.rings import KernelConfig, NvlinkTuning, Tuning, meta_words, row_layout_of
+from tokenyard.engines.rings import KernelConfig, Tuning, meta_words, row_layout_of
 from tokenyard.engines.twolevel_workspace import TwolevelTuning
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
@@ -52,7 +52,8 @@ class Scenario:
 
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
     through the simulated network; ``mapped``: by it go node headers and announcements only, as
-    nodes map each other's memory too. ``workers``: programs of a channel there.
+    nodes map each other's memory too. ``workers``: programs of a channel there. ``receive_bytes``:
+    of the receive buffer of engine nvlink, whose ranks are one node then if there are nodes.
     """
 
     world_size: int
@@ -68,6 +69,7 @@ class Scenario:
     net: bool = False
     mapped: bool = False
     workers: int = 2
+    receive_bytes: int = 0
 
     @property
     def tuning(self) -> Tuning:
@@ -75,17 +77,19 @@ class Scenario:
         part = KernelConfig(
             rows=self.rows, block=32, chunk=self.chunk
         )  # a row takes several of its blocks
-        configs: dict[str, Any] = {"dispatch": whole, "send": whole, "reduce": part, "direct": part}
+        configs: dict[str, Any] = {
+            "dispatch": whole,
+            "send": whole,
+            "reduce": part,
+            "direct": part,
+            "push": part,
+            "gather": replace(part, stages=self.chunk),  # of whole rows, or of pieces
+            "writers": self.channels,
+            "pushers": self.channels,
+            "gatherers": 2 - self.slots % 2,
+        }
         if self.ranks_per_node is None:
-            gather = replace(part, stages=self.chunk)  # of whole rows, or of pieces
-            programs = {
-                "writers": self.channels,
-                "pushers": self.channels,
-                "gatherers": 2 - self.slots % 2,
-            }
-            return NvlinkTuning(
-                channels=self.channels, push=part, gather=gather, **programs, **configs
-            )
+            return Tuning(channels=self.channels, **configs)
         more = {"workers": self.workers, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
         return TwolevelTuning(channels=self.channels, pull=part, forward=part, **more, **configs)
 
@@ -228,6 +232,20 @@ def draw_in_place(world_size: int, seed: int) -> Scenario:
     """The scenario of a seed with flat rows, summed in place."""
     scenario, random = draw(world_size, seed), Random(seed)
     return replace(scenario, rounds=tuple(_in_place(each, random) for each in scenario.rounds))
+
+
+def draw_pushed(world_size: int, seed: int) -> Scenario:
+    """The scenario of a seed with a receive buffer, which all combines take or only some. In every
+    other one programs share tasks.
+    """
+    scenario = draw(world_size, seed)
+    some = (world_size - 1) * scenario.max_tokens * 24 + 256 * world_size
+    return replace(
+        scenario,
+        receive_bytes=(1 << 20) if seed % 3 else -(-some // 256) * 256,
+        ranks_per_node=world_size if seed % 2 else None,
+        workers=1 + seed // 2 % 3,
+    )
 
 
 def _in_place(each: Round, random: Random) -> Round:

@@ -32,6 +32,7 @@ from nvlink_cases import (
     Scenario,
     draw,
     draw_in_place,
+    draw_pushed,
     payload_of,
     rehearsal,
     spec_of,
@@ -43,7 +44,7 @@ from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.engines.rings import meta_words, row_layout_of
-from tokenyard.engines.twolevel import TwolevelEngine
+from tokenyard.engines.twolevel import TaskedNvlinkEngine, TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
@@ -118,9 +119,17 @@ class RankRun:
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
             failures = FailureReports(ranks.store, self.rank, timeout)
-            make = NvlinkEngine if scenario.ranks_per_node is None else TwolevelEngine
+            make: type[NvlinkEngine] = NvlinkEngine
+            if scenario.ranks_per_node is not None:
+                make = TaskedNvlinkEngine if scenario.receive_bytes else TwolevelEngine
             self.engine = make(
-                self.config, ranks.memory, stats, scenario.tuning, num_bytes, failures
+                self.config,
+                ranks.memory,
+                stats,
+                scenario.tuning,
+                num_bytes,
+                failures,
+                scenario.receive_bytes,
             )
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -311,6 +320,11 @@ def run(scenario: Scenario, seed: int, **options: Any) -> None:
 def check_seed(world_size: int, seed: int) -> None:
     """The scenario of ``seed`` passes."""
     run(draw(world_size, seed), seed)
+
+
+def check_pushed(world_size: int, seed: int) -> None:
+    """The scenario of ``seed`` passes with a receive buffer."""
+    run(draw_pushed(world_size, seed), seed)
 
 
 def check_in_place(world_size: int, seed: int) -> None:

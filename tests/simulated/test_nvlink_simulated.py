@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+import tokenyard as ty
 from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
@@ -23,6 +24,17 @@ def test_every_schedule_gives_the_bits_of_the_oracle(world_size: int) -> None:
     run_all(
         "nvlink_ranks.check_seed", [(world_size, seed) for seed in range(SEEDS[world_size] * SOAK)]
     )
+
+
+@pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
+def test_sums_in_a_receive_buffer(world_size: int) -> None:
+    """Combines of all layouts push their rows, or go through rings where the buffer is too small;
+    programs that share tasks and others.
+
+    A third as many seeds as above.
+    """
+    seeds = range(-(-SEEDS[world_size] // 3) * SOAK)
+    run_all("nvlink_ranks.check_pushed", [(world_size, seed) for seed in seeds])
 
 
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)
@@ -62,8 +74,10 @@ def test_bodies_that_gpus_run_too() -> None:
             "results_of_like_calls_share_no_memory",
             "a_failure_is_of_the_call_it_was_in",
             "rows_of_one_rank_that_rings_cannot_hold",
+            "num_sms_changes_no_bit",
         )
     ]
+    calls += [("test_combines_with_few_multiprocessors", {"layout": each}) for each in ty.Layout]
     calls += [(f"test_what_cannot_be_{what}_in_place", {}) for what in ("left", "summed")]
     run_all(
         "nvlink_ranks.shared_body",

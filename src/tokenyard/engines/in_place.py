@@ -1,29 +1,24 @@
-"""Rows in symmetric memory without rings: an in-place buffer (dispatch, combine), a receive buffer
-(combine)."""
+"""Rows that stay in symmetric memory: the in-place buffer."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.outputs import result_of, sent_of
-from tokenyard.engines.rings import PeerWorkspace, RowLayout, addresses, as_aligned, sums_for
+from tokenyard.engines.rings import PeerWorkspace, RowLayout, addresses, sums_for
 from tokenyard.engines.signatures import Binders, Launch, Signature
 from tokenyard.engines.status import StatusMonitor
-from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
-from tokenyard.kernels import region
-from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
-from tokenyard.kernels.push import chunks_of, push_rows
 from tokenyard.kernels.two_pull import pull_rows
-from tokenyard.memory.aside import wait_for
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload, overlap, padded
 
@@ -65,32 +60,29 @@ def _ended(what: str) -> str:
 
 
 class InPlaceBuffers:
-    """The in-place buffer and the receive buffer of one object. Tensors over an in-place buffer
-    raise once it is rewritten."""
+    """The in-place buffer of one object. Tensors over it raise once it is rewritten."""
 
     def __init__(
         self, config: Config, workspace: PeerWorkspace, binders: Binders, monitor: StatusMonitor
     ) -> None:
         self._config, self._workspace, self.binders = config, workspace, binders
         self._memory, self._monitor = workspace.memory, monitor
-        # the last is in use; a CUDA graph may still write to a smaller one
-        self._buffer, self._receive_buffer = list[Region](), list[Region]()
+        self._buffer = GrowingRegion(workspace, binders, monitor)
         self._given: list[Any] = []
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     @property
     def regions(self) -> list[Region]:
-        return [*self._buffer, *self._receive_buffer]
+        return self._buffer.regions
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.local.numel() for each in self.regions)
+        return self._buffer.all_bytes
 
     def close(self, why: str) -> None:
         """End the life of all tensors given, and let go of the memory."""
         self.expire(why)
-        self._buffer.clear()
-        self._receive_buffer.clear()
+        self._buffer.regions.clear()
 
     def write(
         self,
@@ -107,7 +99,7 @@ class InPlaceBuffers:
         workspace, print_, row_layout = self._workspace, signature.fingerprint, signature.row_layout
         parts = parts_of(row_layout, self._config.padded_rows)
         self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
-        buffer = self._room(self._buffer, parts.end, tag)
+        buffer = self._buffer.room(parts.end, tag)
         top, static, unpack = self._config.num_topk, not signature.spec.exact, None
         launch = signature.bound("rows", lambda: self.binders.dispatch_in_place(
             workspace, top, row_layout, signature.mode, signature.dtype
@@ -145,7 +137,7 @@ class InPlaceBuffers:
     def rows(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` to :meth:`read`. Collective; ends earlier ones."""
         self.expire(_ended("empty_for_combine(in_place=True)"))
-        self._room(self._buffer, self._row_bytes(hidden, dtype))
+        self._buffer.room(self._row_bytes(hidden, dtype))
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
@@ -162,7 +154,7 @@ class InPlaceBuffers:
         copied there first, which ends the life of earlier results.
         """
         workspace, print_ = self._workspace, signature.fingerprint
-        buffer = self._room(self._buffer, self._row_bytes(rows.shape[1], rows.dtype), tag)
+        buffer = self._buffer.room(self._row_bytes(rows.shape[1], rows.dtype), tag)
         launch = self._bound(signature, bias)
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, buffer.local, *bias)  # not where peers still read
@@ -192,42 +184,9 @@ class InPlaceBuffers:
             self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, in_place of other rows"))
         return total
 
-    def push(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        signature: Signature,
-        tag: int,
-        bias: tuple[Tensor, ...],
-        out: Tensor | None,
-    ) -> Tensor:
-        """Launch ``rows [N, H]``, wherever they lie, to their owners, and the sums there: ``[T,
-        H]``, in ``out`` where that can be; it may overlap rows and ``bias``, up to two more terms.
-        """
-        config, workspace, tokens = self._config, self._workspace, plan.first_pick.shape[0]
-        most = (config.world_size - 1) * config.max_tokens_per_rank * rows.shape[1] * rows.itemsize
-        rows_at: int = cast("Any", region).receive_rows_at(config.world_size, chunks_of(workspace))
-        launch = self._bound(signature, bias)
-        receive_buffer = self._room(self._receive_buffer, rows_at + padded(most), tag)
-        rows = as_aligned(rows)
-        total = sums_for(rows, tokens, out, rows, *bias)
-        self._memory.gate()
-        push_rows(
-            launch,
-            workspace,
-            plan=plan.route.data_ptr(),
-            receive_buffers=receive_buffer.addresses.data_ptr(),
-            rows=rows.data_ptr(),
-            sums=Sums(*addresses(bias), total.data_ptr(), 0),
-            tag=tag,
-            num_tokens=tokens,
-        )
-        self._memory.settle()
-        return total if out is None or total is out else out.copy_(total)
-
     def _bound(self, signature: Signature, bias: tuple[Tensor, ...]) -> Launch:
         """The launch of a combine in place."""
-        dtypes, bind = tuple(term.dtype for term in bias), self.binders.combine_in_place
+        dtypes, bind = tuple(term.dtype for term in bias), self.binders.pull
         return signature.bound(
             dtypes, lambda: bind(self._workspace, signature.row_layout, signature.dtype, dtypes)
         )
@@ -235,28 +194,6 @@ class InPlaceBuffers:
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a buffer of rows alone."""
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
-
-    def _room(self, part: list[Region], num_bytes: int, tag: int | None = None) -> Region:
-        """Memory of a ``part``; collective when it grows, for a call of ``tag`` if for one."""
-        if not part or part[-1].local.numel() < num_bytes:
-            if tag is not None:
-                self._meet(tag)
-            try:
-                part.append(self._memory.allocate(num_bytes))
-            except PeerTimeout as lost:
-                raise self._monitor.attributed(lost) from None
-        return part[-1]
-
-    def _meet(self, tag: int) -> None:
-        """Pass the call barrier. A rank in another call passes it too, but never allocates."""
-        launch = self.binders.call_barrier(self._workspace)
-        self._memory.gate()
-        launch_call_barrier(launch, self._workspace, tag)
-        self._monitor.meets()
-        self._memory.settle()
-        if self._memory.device.type == "cuda":
-            wait_for(torch.cuda.current_stream(self._memory.device).synchronize)
-        self._monitor.raise_if_failed()
 
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a torch view of one, raises
@@ -274,7 +211,7 @@ class InPlaceBuffers:
         return Payload(x, scales)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        buffer = self._buffer[-1]
+        buffer = self._buffer.regions[-1]
         device = buffer.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore

@@ -8,6 +8,7 @@ launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.outputs import Counted, result_of, sent_of
 from tokenyard.engines.peer import PeerEngine
+from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import (
     PeerWorkspace,
@@ -23,7 +25,6 @@ from tokenyard.engines.rings import (
     addresses,
     aligned,
     as_aligned,
-    row_layout_of,
     sums_for,
 )
 from tokenyard.engines.signatures import Binders, Signature
@@ -37,6 +38,7 @@ from tokenyard.kernels.dispatch import bind_dispatch, dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.push import bind_push
+from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
@@ -48,7 +50,13 @@ class NvlinkEngine(PeerEngine):
     name = NVLINK
     _parts: Any = (PeerWorkspace, StatusMonitor)
     binders = Binders(
-        bind_plan, bind_dispatch, bind_combine, bind_direct, bind_push, bind_call_barrier
+        bind_plan,
+        bind_dispatch,
+        bind_combine,
+        bind_direct,
+        bind_push,
+        bind_two_pull,
+        bind_call_barrier,
     )
     _pulls = False
     """Whether a combine in place reads peers' rows where they are; else they are pushed."""
@@ -154,48 +162,56 @@ class NvlinkEngine(PeerEngine):
                 COMBINE, payload, spec, None, weighted=weighted, scaled=scaled, in_place=in_place
             )
             splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
-            tag, tokens = signature.tag | pack_routing(splits[-1]), plan.first_pick.shape[0]
-            bias = tuple(as_aligned(term) for term in bias)
+            tag = signature.tag | pack_routing(splits[-1])
+            tokens, bias = plan.first_pick.shape[0], tuple(as_aligned(term) for term in bias)
             reduced = rows.new_empty((tokens, width), dtype=torch.float32) if width else None
-            if in_place:
-                move = self._in_place.read if self._pulls else self._in_place.push
-                total = move(rows, plan, signature, tag, bias, out)
+            if in_place and self._pulls:
+                total = self._in_place.read(rows, plan, signature, tag, bias, out)
             else:
                 total = sums_for(rows, tokens, out, rows, *bias)
-                given = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
-                self._sum(as_aligned(rows), plan, signature, tag, raw, bias, given, total, reduced)
+                kept = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
+                rows = as_aligned(rows)
+                parts = Partials(rows.data_ptr(), plan.slots.data_ptr(), *map(address, kept))
+                sums = Sums(*addresses(bias), total.data_ptr(), address(reduced))
+                how = CombineOptions(
+                    dtypes=tuple(term.dtype for term in bias),
+                    placed=signature.experts and not raw,
+                    weighted=weights is not None,
+                    picks=width,
+                )
+                takes = self._receive.takes(plan, signature.row_layout, width, exact=spec.exact)
+                if in_place or takes:
+                    self._receive.push(plan, signature, tag, parts, sums, how, grow=not takes)
+                else:
+                    self._sum(plan, signature, tag, parts, sums, how)
                 total = total if out is None or total is out else out.copy_(total)
             self._record("combine", splits, signature, back=True)
             return total, reduced
 
     def _sum(
         self,
-        rows: Tensor,
         plan: Plan,
         signature: Signature,
         tag: int,
-        raw: bool,
-        bias: tuple[Tensor, ...],
-        given: list[Tensor | None],
-        total: Tensor,
-        reduced: Tensor | None,
+        parts: Partials,
+        sums: Sums,
+        how: CombineOptions,
     ) -> None:
-        """Launch a combine. ``given``: weights, and weights to reduce."""
-        width, placed = 0 if reduced is None else reduced.shape[1], signature.experts and not raw
-        dtypes = tuple(term.dtype for term in bias)
+        """Launch a combine through rings."""
+        row_layout = signature.row_layout
+        if how.picks:
+            row_layout = replace(row_layout, meta_words=-(-how.picks // 4) * 4)
         launch = signature.bound(
-            (width, placed, dtypes),
+            how,
             lambda: self.binders.combine(
                 self._workspace,
-                row_layout_of(Payload(rows, None), None, -(-width // 4) * 4)
-                if width
-                else signature.row_layout,
+                row_layout,
                 signature.dtype,
-                signature.width if placed else 1,
-                width,
-                dtypes,
-                by_expert=placed,
-                weighted=given[0] is not None,
+                signature.width if how.placed else 1,
+                how.picks,
+                how.dtypes,
+                by_expert=how.placed,
+                weighted=how.weighted,
             ),
         )
         self._memory.gate()
@@ -203,8 +219,8 @@ class NvlinkEngine(PeerEngine):
             launch,
             self._workspace,
             plan=plan.route.data_ptr(),
-            parts=Partials(rows.data_ptr(), plan.slots.data_ptr(), *map(address, given)),
-            sums=Sums(*addresses(bias), total.data_ptr(), address(reduced)),
+            parts=parts,
+            sums=sums,
             tag=tag,
             num_tokens=plan.first_pick.shape[0],
         )

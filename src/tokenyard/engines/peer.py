@@ -12,8 +12,10 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports, Report
+from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
+from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
@@ -38,9 +40,11 @@ class PeerEngine(Engine):
         memory: of this rank; the engine closes it.
         tuning: how work is divided into programs; equal on all ranks.
         buffer_bytes: of all rings on one rank together.
+        receive_bytes: of the receive buffer, which combines take if all their rows fit; 0: none.
     """
 
     in_place = True
+    hop_counts = 1  # ``ReceiveBuffer.needed``
     _parts: Any
     """Workspace and monitor, which make it this engine."""
     binders: Binders
@@ -55,13 +59,16 @@ class PeerEngine(Engine):
         tuning: Tuning,
         buffer_bytes: int,
         failures: FailureReports,
+        receive_bytes: int = 0,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         make_workspace, make_monitor = self._parts
         self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
-        self._in_place = InPlaceBuffers(config, self._workspace, self.binders, self._monitor)
+        parts = (self._workspace, self.binders, self._monitor)
+        self._in_place = InPlaceBuffers(config, *parts)
+        self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._calls, self._no_wait = 0, [float("nan")] * config.world_size
@@ -79,9 +86,9 @@ class PeerEngine(Engine):
 
     @property
     def buffer_bytes(self) -> int:
-        """Symmetric memory of this rank: rings, signals, and the in-place buffer if there is
-        one."""
-        return self._workspace.num_bytes + self._in_place.num_bytes
+        """Symmetric memory of this rank: rings, signals, in-place buffer and receive buffer, if
+        there are any."""
+        return self._workspace.num_bytes + self._in_place.num_bytes + self._receive.num_bytes
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
@@ -132,7 +139,8 @@ class PeerEngine(Engine):
     def drain(self) -> None:
         self._monitor.drain()
         if self._memory.ranks_per_node:  # NVSHMEM frees nothing without all ranks
-            keep_for_ever([self._workspace.__dict__.get("region"), *self._in_place.regions])
+            kept = [*self._in_place.regions, *self._receive.close()]
+            keep_for_ever([self._workspace.__dict__.get("region"), *kept])
         # what other ranks still write to lasts as long as they map it
         self._let_go("this view of symmetric memory ended with recover()")
 
@@ -142,6 +150,7 @@ class PeerEngine(Engine):
 
     def _let_go(self, why: str) -> None:
         self._in_place.close(why)
+        self._receive.close()
         self._memory.close()
         self._signatures.clear()
         self._workspace.__dict__.pop("region", None)
@@ -263,10 +272,11 @@ class PeerEngine(Engine):
         self._memory.settle()
         if counts is None:  # the number of the call tells one routing from another
             splits = [-1] * (2 * self.config.world_size)
-            known = np.array([*splits, signature.fingerprint.call])
+            known = np.array([*splits, signature.fingerprint.call, -1])
         else:
             splits = counts.sent + counts.received
-            known = np.concatenate(([*splits, counts.routing], self._matrix, counts.experts))
+            begin, most = [*splits, counts.routing], [self._receive.needed(self._rows)]
+            known = np.concatenate((begin, self._matrix, most, counts.experts))
         plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
         if counts is not None and not signature.experts:
             num_rows = sum(counts.received)

@@ -89,21 +89,20 @@ class Tuning:
     send: KernelConfig  # these two: of combine
     reduce: KernelConfig
     direct: KernelConfig  # of a dispatch in place
-
-
-@dataclass(frozen=True, slots=True)
-class NvlinkTuning(Tuning):
-    """How work of engine nvlink is divided into programs."""
-
-    # of a combine in place: ``rows`` x ``block`` words at once, wherever rows begin
+    # of a combine without rings: ``rows`` x ``block`` words at once, wherever rows begin
     push: KernelConfig
     gather: KernelConfig  # of its sums: with ``stages`` of whole rows, else of ``block`` channels
-    writers: int  # programs of a direct dispatch, one on each multiprocessor that calls may use
-    pushers: int  # programs of a combine in place, as the next
+    writers: int  # multiprocessors that calls may use; programs of a dispatch in place of nvlink
+    pushers: int  # programs of a combine without rings, as the next
     gatherers: int
 
 
-def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> NvlinkTuning:
+FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
+FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16)
+"""Of programs that have a multiprocessor each."""
+
+
+def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> Tuning:
     """The tuning for ``num_sms`` multiprocessors: several programs on each if they are all."""
     least = num_ranks if all_sms else 2 * num_ranks
     if num_sms < least:
@@ -116,7 +115,7 @@ def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> NvlinkTunin
     )
     if all_sms:
         sums = KernelConfig(rows=4, block=1024, max_registers=128, stages=3)
-        return NvlinkTuning(
+        return Tuning(
             channels=channels,
             dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=64),
             send=KernelConfig(rows=1, block=8192, chunk=4),
@@ -128,15 +127,14 @@ def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> NvlinkTunin
             pushers=num_sms,
             gatherers=num_sms,
         )
-    sums = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
-    return NvlinkTuning(
+    return Tuning(
         channels=channels,
         dispatch=KernelConfig(rows=2, block=4096, chunk=16, num_warps=16, max_registers=128),
         send=KernelConfig(rows=4, block=8192, chunk=16, num_warps=16),
-        reduce=sums,
+        reduce=FEW_SUMS,
         direct=KernelConfig(rows=2 if num_sms > 16 else 4, block=4096, num_warps=16),
-        push=KernelConfig(rows=4, block=4096, chunk=16, num_warps=16),
-        gather=sums,
+        push=FEW_PUSHES,
+        gather=FEW_SUMS,
         writers=num_sms,
         pushers=num_sms // 2,
         gatherers=num_sms - num_sms // 2,

@@ -149,7 +149,7 @@ def _with_others(
     if config.absent and memory.ranks_per_node:
         found = over_gloo(memory.device, request.no_grid, config, store)
         return found._replace(why=f"{found.why}; not twolevel: NVSHMEM cannot lose a rank")
-    if config.absent and request.engine == TWOLEVEL:  # nvlink needs more programs
+    if config.absent:  # kernels that play the others need more programs
         least = max(request.num_sms, 2 * config.world_size) if request.num_sms else None
         request = request._replace(engine=NVLINK, num_sms=least)
     return again(request, config, store)
@@ -174,26 +174,25 @@ def _on_kernels(
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}")
-    from tokenyard.engines.nvlink import NvlinkEngine
-    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Tuning, nvlink_tuning
-    from tokenyard.engines.twolevel import TwolevelEngine
-    from tokenyard.engines.twolevel_workspace import most_channels, twolevel_tuning
+    from tokenyard.engines.peer_choice import choose_nvlink, choose_twolevel
 
-    num_bytes = request.buffer_bytes or DEFAULT_BUFFER_BYTES
-    tuning: Tuning
+    pick = choose_nvlink
     if request.engine == TWOLEVEL:
-        engine, grid = TwolevelEngine, _grid(config, request)
-        channels = most_channels(grid, 2 * config.hidden, num_bytes)
-        tuning = twolevel_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
+        grid, pick = _grid(config, request), choose_twolevel
         why = f"{grid} nodes and ranks; {why}"
-    else:
-        engine = NvlinkEngine
-        tuning = nvlink_tuning(num_sms, config.world_size, all_sms=all_sms)
+    chosen = pick(config, num_sms, request.buffer_bytes, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
-
-    make = partial(engine, config, memory, tuning=tuning, buffer_bytes=num_bytes, failures=failures)
+    make = partial(
+        chosen.engine,
+        chosen.config,
+        memory,
+        tuning=chosen.tuning,
+        buffer_bytes=chosen.buffer_bytes,
+        receive_bytes=chosen.receive_bytes,
+        failures=failures,
+    )
     others = partial(_with_others, again, request, memory)
-    return Choice(make, memory.device, f"{engine.name}: {why}", others)
+    return Choice(make, memory.device, f"{chosen.engine.name}: {why}", others)
 
 
 def _grid(config: Config, request: Request) -> Topology:

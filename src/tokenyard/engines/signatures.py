@@ -32,7 +32,8 @@ class Binders(NamedTuple):
     dispatch: Callable[..., Launch]
     combine: Callable[..., Launch]
     dispatch_in_place: Callable[..., Launch]
-    combine_in_place: Callable[..., Launch]
+    push: Callable[..., Launch]  # of a combine without rings
+    pull: Callable[..., Launch]  # of a combine of rows in symmetric memory (engine twolevel)
     call_barrier: Callable[..., Launch]
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import KernelConfig, PeerWorkspace, RowLayout, Tuning, least_ring
+from tokenyard.engines.rings import (
+    FEW_PUSHES,
+    FEW_SUMS,
+    KernelConfig,
+    PeerWorkspace,
+    RowLayout,
+    Tuning,
+    least_ring,
+)
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import power_of_two_at_least
@@ -101,6 +109,11 @@ def twolevel_tuning(
         forward=KernelConfig(rows=4, block=4096, num_warps=16),
         net_chunk=16,
         turn=16,
+        push=FEW_PUSHES,
+        gather=FEW_SUMS,
+        writers=num_sms,
+        pushers=max(1, num_sms // 2),
+        gatherers=max(1, num_sms - num_sms // 2),
     )
 
 

@@ -1,12 +1,15 @@
 # pyright: basic
-"""Combine in place: rows are pushed from where they lie to the receive buffer of their tokens'
+"""Combine without rings: rows are pushed from where they lie to the receive buffer of their tokens'
 owner, who adds them in rank order.
 
-Grid ``pushers + reducers``, in this order. A pusher copies a chunk of rows at a time to one owner;
-rows of one owner lie one behind the other, here and there. A reducer sums some tokens x ``span``
-channels at a time; rows for its own tokens it reads where they lie. Program 0 is in the call
-barrier too. Example: 3 ranks, rank 2 sent 5 rows to rank 0 and 4 to rank 1; the third of these, row
-``first_in(2) + 2`` of rank 1's ``x``, comes back to row 5 + 2 of rank 2's receive buffer.
+Grid ``pushers + reducers``, in this order. A pusher moves a chunk of arrival rows at a time to one
+owner; those of one owner lie one behind the other, here and there. Where results are by expert, an
+arrival row is the sum of its result rows, made on the way. Weights of picks that are summed too lie
+in a part of the receive buffer of their own, one row of K behind the other. A reducer sums some
+tokens x ``span`` channels at a time; rows for its own tokens it reads where they lie. Program 0 is
+in the call barrier too. Example: 3 ranks, rank 2 sent 5 rows to rank 0 and 4 to rank 1; the third
+of these, row ``first_in(2) + 2`` of rank 1's ``x``, comes back to row 5 + 2 of rank 2's receive
+buffer.
 
 Who publishes what, and who may read it when:
 
@@ -22,10 +25,10 @@ Who publishes what, and who may read it when:
 
 Why reuse is safe: the owner of a row has a token for it, whose reducer waits for its chunk. So when
 the kernel of a rank ends, nobody stores to its receive buffer any more, before it comes to the
-barrier again; ``x`` is read by the rank's own programs only. Numbers of calls grow, so a chunk of
-an earlier call, of more or of fewer rows, is never taken for one of this call; a new buffer begins
-with zeros, an old one (that a CUDA graph knows) with smaller numbers. Rows begin behind all flags,
-wherever the row layout of a call puts them.
+barrier again; rows that are sent are read by the rank's own programs only. Numbers of calls grow,
+so a chunk of an earlier call, of more or of fewer rows, is never taken for one of this call; a new
+buffer begins with zeros, an old one (that a CUDA graph knows) with smaller numbers. Rows begin
+behind all flags, and weights behind as many rows as the buffer holds of a call's layout.
 
 Nobody waits in a circle: all wait for the barrier, which program 0 enters before it waits, and then
 only reducers for pushers, which come before them in the grid: these need no reducer to be resident.
@@ -40,9 +43,10 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
-from tokenyard.kernels.combine import Sums, store_sums, types_of
+from tokenyard.kernels.combine import Partials, Sums, partial_rows, store_sums, types_of
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, load_rows
+from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
 )  # fmt: skip
@@ -56,12 +60,12 @@ from tokenyard.routing import power_of_two_at_least
 
 
 class PushConfig(NamedTuple):
-    """What is known of a combine in place when its kernel is compiled. Numbers of programs are the
-    same in all calls of an object."""
+    """What is known of a combine without rings when its kernel is compiled. Numbers of programs are
+    the same in all calls of an object."""
 
     ranks: int
-    plan_ranks: int  # the same
-    rank_bins: int  # the next power of two
+    plan_ranks: int  # destinations that plans know: ranks, then nodes if plans know of any
+    rank_bins: int  # a power of two, not less
     channels: int
     pushers: int  # programs
     reducers: int
@@ -76,6 +80,12 @@ class PushConfig(NamedTuple):
     dtype: Any  # of rows
     bias0: Any  # dtype of a term that is added to sums, None: none
     bias1: Any
+    slots_per_row: int = 0  # result rows that one arrival row can have
+    by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
+    weighted: bool = False  # and multiplied by weights before
+    summed: int = 0  # channels of an arrival row that are summed at once, if by_expert
+    picks: int = 0  # weights per arrival row that are summed too; 0: none
+    weights_at: int = 0  # bytes of a receive buffer before these
 
 
 @triton.jit
@@ -88,7 +98,20 @@ def _copy(src, dst, count, block: tl.constexpr):
 
 
 @triton.jit
-def _push_rows(plan, receive_buffers, x, me, call, k: tl.constexpr):
+def _sum_chunk(parts, first, to, count, k: tl.constexpr):
+    """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other."""
+    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16)
+    for j in range(0, count):
+        for k0 in range(0, k.row.hidden, k.summed):
+            w = k0 + tl.arange(0, k.summed)
+            a = first + j + tl.arange(0, 1)
+            v = partial_rows(parts, a, a >= 0, w, k)
+            at = to + j.to(tl.int64) * k.row.hidden + w[None, :]
+            tl.store(at, v, mask=(w < k.row.hidden)[None, :], cache_modifier=".cs")
+
+
+@triton.jit
+def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
     """Every ``pushers``-th chunk, so that owners get theirs in order; to another owner each time,
     as far as there are several."""
     R: tl.constexpr = k.ranks
@@ -112,8 +135,14 @@ def _push_rows(plan, receive_buffers, x, me, call, k: tl.constexpr):
             row = (tl.sum(tl.where(r == owner, firsts, 0)) + i * CHUNK).to(tl.int64)
             back = (tl.sum(tl.where(r == owner, backs, 0)) + i * CHUNK).to(tl.int64)
             to = as_words(base + receive_rows_at(R, k.chunks), k.row.word_bits) + back * k.row.words
-            source = as_words(x, k.row.word_bits) + row * k.row.words
-            _copy(source, to, count * k.row.words, k.copied)
+            if k.by_expert:
+                _sum_chunk(parts, row, to, count, k)
+            else:
+                source = as_words(parts.rows, k.row.word_bits) + row * k.row.words
+                _copy(source, to, count * k.row.words, k.copied)
+            if k.picks:
+                to = floats(base + k.weights_at) + back * k.picks
+                _copy(floats(parts.picks) + row * k.picks, to, count * k.picks, k.copied)
             raise_release(landed_of(base, me, i, k), call)
 
 
@@ -147,26 +176,66 @@ def _landed(state, receive_buffer, places, me, call, k: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(peers, plan, receive_buffer, x, sums, num_tokens, call, k: tl.constexpr):
+def _add_weights(parts, sums, t, here, places, starts, k: tl.constexpr):
+    """Store the sums of the weights of tokens ``t [B]``, of which those ``here``. ``starts
+    [rank_bins]``: where weights of each rank's rows begin."""
+    K: tl.constexpr = k.picks
+    r, pick = tl.arange(0, k.rank_bins), tl.arange(0, triton.next_power_of_2(K))
+    weight = tl.zeros((k.tokens, triton.next_power_of_2(K)), tl.float32)
+    for d in tl.static_range(k.ranks):
+        place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
+        row = tl.sum(tl.where(r == d, starts, 0)) + place.to(tl.int64) * (K * 4)
+        mask = (place >= 0)[:, None] & (pick < K)[None, :]
+        weight += tl.load(floats(row)[:, None] + pick[None, :], mask=mask, other=0.0)
+    to = floats(sums.weights) + t.to(tl.int64)[:, None] * K + pick[None, :]
+    tl.store(to, weight, mask=here[:, None] & (pick < K)[None, :])
+
+
+@triton.jit
+def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.constexpr):
+    """Store ``span`` channels from ``begin`` on of the sums of tokens ``t [B]``, of which those
+    ``here``. ``starts [rank_bins]``: where rows of each rank begin; ``first``: my first own arrival
+    row."""
+    H: tl.constexpr = k.row.hidden
+    ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
+    r = tl.arange(0, k.rank_bins)
+    own = tl.sum(tl.where((r == me)[None, :], places, 0), axis=1)
+    end = tl.minimum(begin + k.span, H)
+    for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
+        w = k0 + tl.arange(0, k.block)
+        if k.by_expert:
+            v_own = partial_rows(parts, first + own, own >= 0, w, k)
+        total = tl.zeros((k.tokens, k.block), tl.float32)
+        for d in tl.static_range(k.ranks):
+            place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
+            row = tl.sum(tl.where(r == d, starts, 0)) + place.to(tl.int64) * ROW
+            if k.by_expert:
+                v = load_rows(row, (place >= 0) & (d != me), w, k)
+                v = tl.where(d == me, v_own, v)
+            else:
+                v = load_rows(row, place >= 0, w, k)
+            total = total + v.to(tl.float32)
+        store_sums(sums, total, t, here, w, k)
+
+
+@triton.jit
+def _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k: tl.constexpr):
     """Every ``reducers``-th piece of tokens x ``span`` channels, as rows land in the order of
     tokens; of ``block`` channels in each of ``stages`` rounds.
 
     Places are loaded one piece ahead, so that neither flags nor rows need to wait for them.
     """
-    R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     H: tl.constexpr = k.row.hidden
     ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
     PARTS: tl.constexpr = (H + k.span - 1) // k.span
     me = peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
-    sent = tl.load(out_bound(plan, r, C, k), mask=(r < R) & (r != me), other=0)
-    starts = (
-        receive_buffer
-        + receive_rows_at(R, k.chunks)
-        + (tl.cumsum(sent, 0) - sent).to(tl.int64) * ROW
-    )
-    starts = tl.where(r == me, x + tl.load(first_in(plan, me, k)).to(tl.int64) * ROW, starts)
+    sent = tl.load(out_bound(plan, r, C, k), mask=(r < k.ranks) & (r != me), other=0)
+    backs = (tl.cumsum(sent, 0) - sent).to(tl.int64)
+    starts = receive_buffer + receive_rows_at(k.ranks, k.chunks) + backs * ROW
+    first_own = tl.load(first_in(plan, me, k))
+    starts = tl.where(r == me, parts.rows + first_own.to(tl.int64) * ROW, starts)
     pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
     first = tl.program_id(0) - k.pushers
     places = _places(plan, first // PARTS * k.tokens + b, num_tokens, k)
@@ -176,15 +245,14 @@ def _sum_rows(peers, plan, receive_buffer, x, sums, num_tokens, call, k: tl.cons
         if ok:
             ok = _landed(peers.state, receive_buffer, places, me, call, k)
         if ok:
-            end = tl.minimum(begin + k.span, H)
-            for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
-                w = k0 + tl.arange(0, k.block)
-                total = tl.zeros((k.tokens, k.block), tl.float32)
-                for d in tl.static_range(R):
-                    place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
-                    row = tl.sum(tl.where(r == d, starts, 0)) + place.to(tl.int64) * ROW
-                    total = total + load_rows(row, place >= 0, w, k).to(tl.float32)
-                store_sums(sums, total, t, t < num_tokens, w, k)
+            here = t < num_tokens
+            _add_rows(parts, sums, t, here, places, starts, first_own, me, begin, k)
+            if k.picks:
+                if begin == 0:
+                    at = receive_buffer + k.weights_at + backs * (k.picks * 4)
+                    own = parts.picks + first_own.to(tl.int64) * (k.picks * 4)
+                    at = tl.where(r == me, own, at)
+                    _add_weights(parts, sums, t, here, places, at, k)
         places = _places(plan, (i + k.reducers) // PARTS * k.tokens + b, num_tokens, k)
 
 
@@ -198,12 +266,12 @@ def _leave(state, programs: tl.constexpr):
 
 @triton.jit(repr=shown_as("nvlink::combine_push"))
 def push_kernel(
-    regions, state, plan, receive_buffers, x, bias0, bias1, out, tag, num_tokens, k: tl.constexpr
+    regions, state, plan, receive_buffers, parts: Partials, sums: Sums, tag, num_tokens,
+    k: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``k`` is a :class:`PushConfig`; :func:`push_rows` launches it.
 
-    ``x [N, hidden]`` at an address that is a multiple of 16. ``bias0``, ``bias1``: ``[T, hidden]``,
-    of the dtypes in ``k``. ``receive_buffers``: the table of receive buffers.
+    ``receive_buffers``: the table of receive buffers.
     """
     pid = tl.program_id(0)
     num_tokens = num_tokens.to(tl.int32)
@@ -214,12 +282,11 @@ def push_kernel(
             announce_call(regions, state, tag, k)
         if all_in_call(regions, state, tag, k):
             if pid < k.pushers:
-                _push_rows(plan, receive_buffers, x, me, call, k)
+                _push_rows(plan, receive_buffers, parts, me, call, k)
             else:
                 receive_buffer = tl.load(words(receive_buffers) + me)
                 peers = Peers(regions=regions, state=state, rank=me)
-                sums = Sums(bias0=bias0, bias1=bias1, rows=out, weights=0)
-                _sum_rows(peers, plan, receive_buffer, x, sums, num_tokens, call, k)
+                _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k)
         _leave(state, k.pushers + k.reducers)
 
 
@@ -236,9 +303,11 @@ def chunks_of(workspace: Any) -> int:
 
 
 def bind_push(
-    workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
-) -> Callable[..., None]:
-    """Compile and load the kernel for one call signature: see ``bind_combine``."""
+    workspace: Any, row_layout: Any, dtype: Any, slots_per_row: int, picks: int,
+    bias: tuple[Any, ...], *, by_expert: bool, weighted: bool, weights_at: int,
+) -> Callable[..., None]:  # fmt: skip
+    """Compile and load the kernel for one call signature: see ``bind_combine``. ``weights_at``: see
+    :class:`PushConfig`."""
     tuning, push, gather = workspace.tuning, workspace.tuning.push, workspace.tuning.gather
     ranks, whole = workspace.memory.world_size, power_of_two_at_least(row_layout.hidden)
     grid, block = tuning.pushers + tuning.gatherers, min(whole, gather.block)
@@ -247,14 +316,18 @@ def bind_push(
     tokens, stages = gather.staged(
         gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
     )
+    if by_expert:  # as ``tiles_of``: a row is the sum of several, all of which are loaded at once
+        block, tokens, stages = min(whole, 256 * gather.num_warps), 1, 1
     bias0, bias1 = types_of(bias)
     k = PushConfig(
-        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=tuning.channels,
-        pushers=tuning.pushers, reducers=tuning.gatherers, row=row_constants(row_layout),
-        chunk=push.chunk, chunks=chunks_of(workspace),
+        ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
+        channels=tuning.channels, pushers=tuning.pushers, reducers=tuning.gatherers,
+        row=row_constants(row_layout), chunk=push.chunk, chunks=chunks_of(workspace),
         copied=min(power_of_two_at_least(push.chunk * row_layout.words), push.rows * push.block),
-        tokens=tokens, block=block, span=whole if gather.stages > 1 else block, stages=stages,
-        dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
+        tokens=tokens, block=block, span=whole if by_expert or gather.stages > 1 else block,
+        stages=stages, dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
+        slots_per_row=slots_per_row if by_expert else 0, by_expert=by_expert, weighted=weighted,
+        summed=block if by_expert else 0, picks=picks, weights_at=weights_at if picks else 0,
     )  # fmt: skip
     return workspace.memory.bind(
         push_kernel, grid, num_warps=gather.num_warps, max_registers=gather.max_registers, k=k
@@ -262,12 +335,9 @@ def bind_push(
 
 
 def push_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, receive_buffers: int, rows: int,
-    sums: Sums, tag: int, num_tokens: int,
+    launch: Callable[..., None], workspace: Any, *, plan: int, receive_buffers: int,
+    parts: Partials, sums: Sums, tag: int, num_tokens: int,
 ) -> None:  # fmt: skip
     """Launch what :func:`bind_push` made."""
     stand_in(workspace, tag)
-    launch(
-        workspace.peers, workspace.state_at, plan, receive_buffers, rows, sums.bias0, sums.bias1,
-        sums.rows, tag, num_tokens,
-    )  # fmt: skip
+    launch(workspace.peers, workspace.state_at, plan, receive_buffers, parts, sums, tag, num_tokens)

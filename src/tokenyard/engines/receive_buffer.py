@@ -1,0 +1,137 @@
+"""Combine without rings: rows are pushed to a buffer at their tokens' owner.
+
+Where few multiprocessors are lent it moves half the bytes of a combine through rings: a row is read
+where it lies, and read once more by the owner. (With all of them both take what the links take.)
+The buffer has a budget. A combine takes it if every rank's rows fit, which all know from the plan;
+else rings, which hold any batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from tokenyard.arguments import LARGEST
+from tokenyard.config import Config
+from tokenyard.engines.budget import most_rows_back
+from tokenyard.engines.growing import GrowingRegion
+from tokenyard.engines.rings import PeerWorkspace, RowLayout
+from tokenyard.engines.signatures import Signature
+from tokenyard.handle import Plan
+from tokenyard.kernels import region
+from tokenyard.kernels.combine import Partials, Sums
+from tokenyard.kernels.push import chunks_of, push_rows
+from tokenyard.memory.symmetric import Region
+
+
+class CombineOptions(NamedTuple):
+    """What combines of one signature may differ in."""
+
+    dtypes: tuple[torch.dtype, ...]  # of up to two terms that are added
+    placed: bool  # rows are by expert,
+    weighted: bool  # and multiplied by weights before they are summed
+    picks: int  # weights per arrival row that are summed too; 0: none
+
+
+class ReceiveBuffer:
+    """The receive buffer of one object, of ``num_bytes`` to begin with. Making one is collective if
+    there are any; with none only combines in place use it, and make it."""
+
+    def __init__(
+        self, config: Config, workspace: PeerWorkspace, growing: GrowingRegion, num_bytes: int
+    ) -> None:
+        self._config, self._workspace, self._growing = config, workspace, growing
+        self._rows_at, self._always = 0, num_bytes > 0
+        if num_bytes:
+            growing.room(num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._growing.all_bytes
+
+    def close(self) -> list[Region]:
+        """Let go of the memory, which is returned."""
+        regions = self._growing.regions[:]
+        self._growing.regions.clear()
+        return regions
+
+    def needed(self, rows: Any) -> int:
+        """Rows that come back to the rank that gets most, which ``Plan.splits`` keep; -1 where that
+        is of no use. ``rows``: a numpy array, rows from each rank to each."""
+        if not self._always:
+            return -1
+        if rows.max() > self._config.max_tokens_per_rank:  # there are no flags for so many
+            return LARGEST
+        return int((rows.sum(1) - rows.diagonal()).max())
+
+    def takes(self, plan: Plan, row_layout: RowLayout, picks: int, *, exact: bool) -> bool:
+        """Whether all ranks' rows of a combine fit, the same on all ranks. ``picks``: weights per
+        row that are summed too."""
+        if not self._always:
+            return False
+        at = 2 * self._config.world_size + 1 + self._config.matrix_ranks**2
+        needed = int(plan.splits[at]) if exact else most_rows_back(self._config)
+        return 0 <= needed <= self._most_rows(row_layout, picks)
+
+    def push(
+        self,
+        plan: Plan,
+        signature: Signature,
+        tag: int,
+        parts: Partials,
+        sums: Sums,
+        how: CombineOptions,
+        *,
+        grow: bool,
+    ) -> None:
+        """Launch rows to their owners, and the sums there.
+
+        Args:
+            parts, sums: as of a combine through rings.
+            grow: make the buffer as large as any batch of M tokens per rank needs. Collective.
+        """
+        workspace, row_layout, picks = self._workspace, signature.row_layout, how.picks
+        if grow:
+            most = most_rows_back(self._config) * (row_layout.payload_bytes + 4 * picks)
+            self._growing.room(self._first_row() + -(-most // 256) * 256, tag)
+        weights_at = self._first_row()
+        weights_at += self._most_rows(row_layout, picks) * row_layout.payload_bytes
+        launch = signature.bound(
+            (how, picks and weights_at),
+            lambda: self._growing.binders.push(
+                workspace,
+                row_layout,
+                signature.dtype,
+                signature.width if how.placed else 1,
+                picks,
+                how.dtypes,
+                by_expert=how.placed,
+                weighted=how.weighted,
+                weights_at=weights_at,
+            ),
+        )
+        workspace.memory.gate()
+        push_rows(
+            launch,
+            workspace,
+            plan=plan.route.data_ptr(),
+            receive_buffers=self._growing.regions[-1].addresses.data_ptr(),
+            parts=parts,
+            sums=sums,
+            tag=tag,
+            num_tokens=plan.first_pick.shape[0],
+        )
+        workspace.memory.settle()
+
+    def _first_row(self) -> int:
+        """Bytes before the rows."""
+        if not self._rows_at:
+            at: Any = region.receive_rows_at
+            self._rows_at = cast("int", at(self._config.world_size, chunks_of(self._workspace)))
+        return self._rows_at
+
+    def _most_rows(self, row_layout: RowLayout, picks: int) -> int:
+        """Rows that the buffer holds."""
+        row_bytes = row_layout.payload_bytes + 4 * picks
+        return max(0, self._growing.num_bytes - self._first_row()) // row_bytes
