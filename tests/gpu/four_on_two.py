@@ -12,8 +12,9 @@ of a 2x2 grid:
 - **B**: ranks of a node are on different GPUs, so what goes on inside of a node crosses NVLink.
 
 With one GPU all ranks share it, and nothing crosses NVLink. Two GPUs stand for four here: changes
-of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a GPU's multiprocessors (``all`` is a share of them), memory, L2 and
-NVLink. ``tokenyard bench`` makes those, with a GPU per rank.
+of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a GPU's
+multiprocessors (``all`` is a share of them), memory, L2 and NVLink. ``tokenyard bench`` makes
+those, with a GPU per rank.
 
 Each kind of call has an object of its own; what its cached calls return is compared with the truth,
 bit for bit, first. Kind ``cast`` is a dispatch of BF16 that is cast to FP8 on the way. A round is 4
