@@ -55,7 +55,9 @@ class ExpertParallel(Recoverable):
             of several nodes that form a grid, ``docs/reference/twolevel.md``) or "low_latency" (as
             nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
-            128 MiB. Engine low_latency: its slots; default: what rows of 2 bytes per channel need.
+            128 MiB. With fewer multiprocessors than there are, nvlink has a receive buffer besides,
+            at most four times as large. Engine low_latency: its slots; default: what rows of 2
+            bytes per channel need.
         num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
             Default: all.
         spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers

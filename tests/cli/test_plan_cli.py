@@ -213,7 +213,6 @@ def test_no_machine_for_the_picture(tmp_path: Path) -> None:
         (("--nodes", "0"), "nodes (0) must be a whole number of at least 1"),
         (("--topk", "9", "--experts", "8"), "topk (9) must be at most experts (8)"),
         (("--dtype", "fp4"), "'fp4' is unknown; use one of bf16, fp8"),
-        (("--sms", "8"), "num_sms (8) must be at least 16 for 8 ranks"),
         (("--nic", "0"), "nic (0.0) must be from 1e-06 to 1e+09"),
         (
             ("--latency", "inf", "--json"),

@@ -52,6 +52,7 @@ from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes, row_layouts, twolevel_sizes
 from tokenyard.planner.traffic import Flow, traffic
 from tokenyard.planner.workload import Dtype, Workload
+from tokenyard.topology import Topology
 
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
 ROUND = replace(
@@ -285,7 +286,10 @@ def test_which_engines_are_planned() -> None:
 def test_sizes_are_the_engines_own() -> None:
     for gpus, sms in ((2, 132), (4, 24), (8, 132)):
         found = nvlink_sizes(layer(gpus=gpus, sms=sms))
-        tuning = nvlink_tuning(sms, gpus, all_sms=sms == 132)
+        if sms == 24:  # programs share tasks
+            tuning = twolevel_tuning(sms, Topology(1, gpus), all_sms=False)
+        else:
+            tuning = nvlink_tuning(sms, gpus, all_sms=True)
         [ring] = found.rings
         assert (found.channels, found.writers) == (tuning.channels, tuning.writers)
         assert ring.count == gpus * tuning.channels
@@ -354,8 +358,8 @@ def test_a_ring_must_hold_two_rows() -> None:
 
 
 def test_too_few_sms_are_refused_as_the_engine_does() -> None:
-    with pytest.raises(ValueError, match=r"num_sms \(8\) must be at least 16 for 8 ranks"):
-        plan(layer(sms=8), H200)
+    with pytest.raises(ValueError, match=r"num_sms \(132\) must be at least 133 for 133 ranks"):
+        plan(layer(gpus=133), H200)
 
 
 def test_machines_grow_to_1024_gpus() -> None:

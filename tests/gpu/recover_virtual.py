@@ -19,7 +19,7 @@ from tokenyard.memory.one_gpu import VirtualGroup, run_virtual_ranks
 
 RANKS, VICTIM = 4, 2
 TOKENS, HIDDEN = 200, 512
-TIMEOUT = 3.0
+TIMEOUT = 10.0
 _DEAD: list[ty.ExpertParallel] = []
 """Their memory stays, as that of processes does which others map."""
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import PeerWorkspace, RowLayout, nvlink_tuning
+from tokenyard.engines.peer_choice import choose_nvlink
+from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.twolevel_workspace import TwolevelWorkspace, most_channels, twolevel_tuning
 from tokenyard.memory.symmetric import Region
 from tokenyard.planner.prediction import sizes_of
@@ -56,15 +57,15 @@ def workspace_of(work: Workload, engine: str) -> tuple[Any, int]:
     )
     all_sms = work.sms == work.most_sms
     if engine == "nvlink":
-        workspace = PeerWorkspace(
-            config, memory, nvlink_tuning(work.sms, work.ranks, all_sms=all_sms), work.buffer_bytes
-        )
+        chosen = choose_nvlink(config, work.sms, work.buffer_bytes, all_sms=all_sms)
+        make = chosen.engine._parts[0]
+        workspace = make(chosen.config, memory, chosen.tuning, chosen.buffer_bytes)
+        asked.append(chosen.receive_bytes)
     else:
         channels = most_channels(work.grid, 2 * work.hidden, work.buffer_bytes)
         tuning = twolevel_tuning(work.sms, work.grid, all_sms=all_sms, channels=channels)
         workspace = TwolevelWorkspace(config, memory, tuning, work.buffer_bytes)
-    [num_bytes] = asked
-    return workspace, num_bytes
+    return workspace, sum(asked)
 
 
 def layer(nodes: int, gpus: int, **sizes: Any) -> Workload:

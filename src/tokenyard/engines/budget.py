@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from tokenyard.config import Config
-from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 
-FEW_SMS = 48
-"""Multiprocessors up to which programs share tasks; measured with 24, and with all of 132."""
-RECEIVE_BYTES = 512 << 20
-"""What a receive buffer takes at most by default: a layer of 4096 tokens of 7168 channels in BF16
-needs 411 MB where each token goes to 7 other ranks, the most that 8 picks on 8 ranks can need."""
+FEW_SMS = 32
+"""Multiprocessors up to which programs share tasks. With 24 a dispatch is faster so; with 48 casts
+and dispatches in place are slower (``docs/benchmarks/experiments-nvlink.md``)."""
+RECEIVE_SHARE = 4
+"""Bytes of a receive buffer per byte of rings, at most. Beside rings of 128 MiB it holds a layer of
+4096 tokens of 7168 channels in BF16: 411 MB where each token goes to 7 other ranks, the most that 8
+picks on 8 ranks can need."""
 
 
 def shares_tasks(num_sms: int, num_ranks: int, *, all_sms: bool) -> bool:
@@ -22,18 +23,10 @@ def most_rows_back(config: Config) -> int:
     return min(config.world_size - 1, config.num_topk) * config.max_tokens_per_rank
 
 
-def split_budget(buffer_bytes: int | None, config: Config, *, all_sms: bool) -> tuple[int, int]:
-    """Bytes for rings, and for the receive buffer, of ``buffer_bytes`` (None: the default).
-
-    With all multiprocessors rings are as fast, so they get it all; with fewer, all but what is more
-    than their default.
-    """
-    rings = DEFAULT_BUFFER_BYTES if buffer_bytes is None else buffer_bytes
+def receive_bytes(buffer_bytes: int, config: Config, *, all_sms: bool) -> int:
+    """Bytes of the receive buffer beside rings of ``buffer_bytes``. With all multiprocessors rings
+    are as fast, and there is none."""
     if all_sms:
-        return rings, 0
-    most = RECEIVE_BYTES
-    if buffer_bytes is not None:
-        rings = min(buffer_bytes, DEFAULT_BUFFER_BYTES)
-        most = buffer_bytes - rings
+        return 0
     needed = most_rows_back(config) * config.hidden * 2 + (1 << 20)  # BF16, and flags
-    return rings, min(most, needed) // 256 * 256
+    return min(RECEIVE_SHARE * buffer_bytes, needed) // 256 * 256

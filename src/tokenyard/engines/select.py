@@ -175,12 +175,14 @@ def _on_kernels(
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}")
     from tokenyard.engines.peer_choice import choose_nvlink, choose_twolevel
+    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 
     pick = choose_nvlink
     if request.engine == TWOLEVEL:
         grid, pick = _grid(config, request), choose_twolevel
         why = f"{grid} nodes and ranks; {why}"
-    chosen = pick(config, num_sms, request.buffer_bytes, all_sms=all_sms)
+    num_bytes = request.buffer_bytes or DEFAULT_BUFFER_BYTES
+    chosen = pick(config, num_sms, num_bytes, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
     make = partial(
         chosen.engine,

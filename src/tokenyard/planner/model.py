@@ -60,8 +60,11 @@ class Terms:
 
 
 def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
-    """A call inside a node: ``dispatch`` (routing known) and ``combine`` through rings, or a
-    dispatch ``in_place``, in symmetric memory.
+    """A call inside a node: ``dispatch`` (routing known) and ``combine``, or a dispatch
+    ``in_place``, in symmetric memory.
+
+    With few multiprocessors a combine has no rings: its programs read and store rows that go back,
+    then read all rows of a token, and store results.
 
     In place, every writer also writes the rows that stay here, and nothing fills a pipeline. A
     reducer of a combine takes as long for a token of four ranks as of two, since it loads the rows
@@ -75,6 +78,9 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         "in_place": (sizes.writers, sent + moved.own.busiest * row_bytes, 0),
         "combine": (sizes.reducers, work.tokens * row_bytes, ring.back_chunk),
     }[call]
+    if call == "combine" and sizes.pushers:
+        rate, programs, chunk = rates.push, sizes.pushers, 0
+        num_bytes = 3 * sent + (moved.own.busiest + work.tokens) * row_bytes
     busy = 0.0
     if rate.program_gbs is not None and num_bytes:
         busy = num_bytes / (programs * rate.program_gbs * US)

@@ -37,6 +37,7 @@ class Rates:
 
     Attributes:
         dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch in place.
+        push: a combine of nvlink without rings; its program_gbs counts what is read and stored.
         collective, collective_back: engine ``collective``, cached dispatch and combine.
         low_dispatch, low_combine: engine low_latency.
         copy_gbs: rows copied inside a GPU (each byte read and written).
@@ -50,6 +51,7 @@ class Rates:
     dispatch: CallRates
     in_place: CallRates
     combine: CallRates
+    push: CallRates
     collective: CallRates
     collective_back: CallRates
     low_dispatch: CallRates
@@ -79,7 +81,8 @@ class Rates:
                     f"latency"
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
-        calls: dict[str, CallRates] = {name: getattr(self, name) for name in (*CALLS, *DECODE)}
+        names = (*CALLS, *DECODE, "push")
+        calls: dict[str, CallRates] = {name: getattr(self, name) for name in names}
         calls = {
             name: call._replace(link_gbs=call.link_gbs * scale) for name, call in calls.items()
         }
@@ -97,6 +100,7 @@ H200 = Rates(
     dispatch=CallRates(11.0, 364.0, 31.3),
     in_place=CallRates(11.2, 371.0, 67.6),
     combine=CallRates(12.3, 341.0, 25.3),
+    push=CallRates(12.3, 341.0, 64.0),
     collective=CallRates(269.0, 275.0),
     collective_back=CallRates(459.0, 115.0),
     low_dispatch=CallRates(8.0, 250.0),
@@ -113,6 +117,7 @@ H200 = Rates(
 ``copy_gbs`` is half of what a local copy was seen to read and write, in no record. ``turns_*``:
 chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that
 changed since (docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
-(docs/how-to/planner.md). ``low_*``: chosen to suit two and four GPUs with up to 256 tokens
-(docs/benchmarks/low_latency-*.json). The network was not measured: 90 % of a 400 Gb/s NIC per GPU,
-guesses for the rest."""
+(docs/how-to/planner.md). ``push``: link as of combine; programs chosen to suit two GPUs with 8 to
+24 multiprocessors (docs/benchmarks/few-multiprocessors-2xh200-dev-20261122.md). ``low_*``: chosen
+to suit two and four GPUs with up to 256 tokens (docs/benchmarks/low_latency-*.json). The network
+was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""

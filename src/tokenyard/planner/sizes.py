@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tokenyard.config import Config
+from tokenyard.engines.budget import receive_bytes, shares_tasks
 from tokenyard.engines.rings import (
     RowLayout,
     Tuning,
@@ -20,6 +22,7 @@ from tokenyard.engines.twolevel_workspace import least_bytes, most_channels, two
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
+from tokenyard.topology import Topology
 from tokenyard.types import Quantize
 
 
@@ -43,8 +46,9 @@ class Sizes:
 
     Attributes:
         channels: contiguous shares of a rank's tokens.
-        senders: programs that send rows in a dispatch. reducers, writers: of a combine, of a
-            dispatch in place. Of twolevel, senders and reducers are all its workers: each does
+        senders: programs that send rows in a dispatch. reducers, writers: of a combine through
+            rings, of a dispatch in place. pushers: of a combine without rings, 0 if it takes rings.
+            Of twolevel, senders and reducers are all its workers: each does
             whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
@@ -58,6 +62,7 @@ class Sizes:
     rings: tuple[Ring, ...]
     symmetric_bytes: int
     writers: int = 0
+    pushers: int = 0
 
 
 def nvlink_sizes(workload: Workload) -> Sizes:
@@ -66,16 +71,41 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     Raises:
         ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
     """
-    ranks = workload.gpus_per_node
-    tuning = nvlink_tuning(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
+    ranks, all_sms = workload.gpus_per_node, workload.sms == workload.most_sms
+    received = receive_bytes(workload.buffer_bytes, _config(workload), all_sms=all_sms)
+    shared = shares_tasks(workload.sms, ranks, all_sms=all_sms)
+    if shared:
+        grid = Topology(1, ranks)
+        channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
+        tuning: Tuning = twolevel_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
+        # as many as of programs with a role each: R - 1 of 2 R - 1 send
+        senders = max(1, round(workload.sms * (ranks - 1) / (2 * ranks - 1)))
+    else:
+        tuning = nvlink_tuning(workload.sms, ranks, all_sms=all_sms)
+        senders = tuning.channels * (ranks - 1)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
+    signals = _signal_bytes(workload, tuning.channels, tasks=shared)
     return Sizes(
         channels=tuning.channels,
-        senders=tuning.channels * (ranks - 1),
+        senders=senders,
         writers=tuning.writers,
         reducers=tuning.channels,
+        pushers=0 if all_sms else workload.sms,
         rings=(ring,),
-        symmetric_bytes=_signal_bytes(workload, tuning.channels) + ring.count * ring.num_bytes,
+        symmetric_bytes=signals + ring.count * ring.num_bytes + received,
+    )
+
+
+def _config(workload: Workload) -> Config:
+    """Of the ranks of one node."""
+    return Config(
+        num_experts=workload.experts,
+        hidden=workload.hidden,
+        num_topk=workload.topk,
+        max_tokens_per_rank=workload.tokens,
+        rank=0,
+        world_size=workload.gpus_per_node,
+        timeout=1.0,
     )
 
 
@@ -99,18 +129,18 @@ def twolevel_sizes(workload: Workload) -> Sizes:
         senders=channels * tuning.workers,
         reducers=channels * tuning.workers,
         rings=(network, inner),
-        symmetric_bytes=_signal_bytes(workload, channels) + rings,
+        symmetric_bytes=_signal_bytes(workload, channels, tasks=True) + rings,
     )
 
 
-def _signal_bytes(workload: Workload, channels: int) -> int:
-    """Bytes before the rings: of ``region.signal_words`` and, for engine twolevel,
+def _signal_bytes(workload: Workload, channels: int, *, tasks: bool) -> int:
+    """Bytes before the rings: of ``region.signal_words`` and, where programs share ``tasks``,
     ``two_region.signal_table``, which need Triton.
     """
     ranks, nodes = workload.ranks, workload.nodes
     header = COUNTS + -(-workload.experts // ranks)
     words = [2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header)]
-    if nodes > 1:
+    if tasks:
         parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
         node_header = sum(-(-part // 2) * 2 for part in parts)
         words.append(2 * nodes * channels + 4 * ranks * node_header + 4)
@@ -157,7 +187,8 @@ def _least_bytes(workload: Workload, channels: int) -> int:
     """A buffer that is large enough, for rows of all dtypes."""
     works = [replace(workload, dtype=dtype) for dtype in DTYPES]
     slot = max(row_layout.slot_bytes for work in works for row_layout in row_layouts(work))
-    if workload.nodes == 1:
+    all_sms = workload.sms == workload.most_sms
+    if workload.nodes == 1 and not shares_tasks(workload.sms, workload.ranks, all_sms=all_sms):
         return workload.ranks * channels * least_ring(slot)
     return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
