@@ -232,8 +232,26 @@ PUSH = {
     "push: flag before data": mutation(
         "flag before data",
         "push",
-        move("raise_release(...)", "copy(...)", "push_rows"),
+        move("raise_release(...)", "sum_chunk(...)", "push_rows"),
         part="pushes",
+    ),
+    "push: flag before sums by expert": mutation(
+        "flag before data",
+        "push",
+        move("raise_release(...)", "sum_chunk(...)", "push_rows"),
+        part="receives",
+    ),
+    "push: flag before weights": mutation(
+        "flag before data",
+        "push",
+        move("raise_release(...)", "copy(floats(...) + row_ * picks_, ...)", "push_rows"),
+        part="receives",
+    ),
+    "push: weights of the next row": mutation(
+        "wrong row",
+        "push",
+        rewrite("floats(base_ + at_) + back_ * picks_", "floats(base_ + at_) + back_", "push_rows"),
+        part="receives",
     ),
     "push: rows not waited for": mutation(
         "flag before data", "push", rewrite("landed(...)", "True", "sum_rows"), part="pushes"

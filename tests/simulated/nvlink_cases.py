@@ -273,7 +273,8 @@ def rehearsal(part: str, seed: int) -> Scenario:
 
     ``rings``: fresh, cached and back, again and again, through rings of two slots. ``in-place
     buffers``: fresh and cached into in-place buffers. ``pushes``: in place, again and again, also
-    when some programs have nothing to do. ``announcements``: calls of one token. ``plans``:
+    when some programs have nothing to do. ``receives``: sums by expert, and weights, in a receive
+    buffer. ``announcements``: calls of one token. ``plans``:
     refusals, so that plan follows plan. ``guesses``: more rows than guessed. ``lines``: rows so
     long that their slots are whole lines, and longer than they.
     """
@@ -304,6 +305,11 @@ def rehearsal(part: str, seed: int) -> Scenario:
                 cached,
             ),
         ),
+        "receives": (
+            Round(base, ("reduce", "plain", "reduce"), cached),
+            Round(replace(base, layout=MAJOR), ("weighted", "plain"), cached),
+            Round(base, ("reduce", "bias"), cached),
+        ),
         "barriers": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),
         "plans": (
             Round(tiny, (), tiny, refusers=(0, 0, 0)),
@@ -326,6 +332,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
         rows=2 if part == "pushes" else 1,
         slots=0,
         rounds=rounds[part],
+        receive_bytes=1 << 20 if part == "receives" else 0,
     )
 
 
@@ -333,6 +340,7 @@ SKEWS = {
     "rings": "program",
     "buffers": "rank",
     "pushes": "program",
+    "receives": "program",
     "barriers": "program",
     "plans": "rank",
     "guesses": "rank",
