@@ -53,8 +53,8 @@ def test_bodies_that_gpus_run_too() -> None:
     """The whole object: rows left and read in place, refusals with and without memory made for it,
     results of like calls.
     """
-    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
-    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
+    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)[:SOAK]]
+    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (False, True)[:SOAK]]
     calls += [
         (f"test_{name}", {})
         for name in (
