@@ -36,6 +36,8 @@ def pytest_collection_finish() -> None:
 
 LONGEST = (
     "test_dispatch_combine",
+    "test_megatron",
+    "test_recover",
     "test_twolevel_simulated",
     "test_twolevel_failures",
     "test_transformers",
@@ -48,7 +50,6 @@ LONGEST = (
     "test_recover_simulated",
     "test_kernels_aot",
     "test_low_latency_failures",
-    "test_megatron",
     "test_demo",
     "test_low_latency_simulated",
     "test_nvlink_bad_input",
@@ -62,6 +63,9 @@ LONGEST = (
     "test_deep_ep_simulated",
     "test_deep_ep_consumers",
     "test_low_latency_aot",
+    "test_deep_ep_program",
+    "test_deep_ep_generations",
+    "test_bad_input",
     "test_doctor",
     "test_doctor_probes",
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compiling import compiled
-from nvlink_pool import without_devices
+from nvlink_pool import SOAK, without_devices
 
 pytestmark = without_devices
 
@@ -24,7 +24,7 @@ SPILLS = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return compiled("low_latency_compile")
+    return compiled("low_latency_compile", *(["all"] if SOAK > 1 else []))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def schedules(name: str, seed: int) -> list[tuple[int, list[int]]]:
 
 
 def test_a_seed_is_the_same_schedule_wherever_memory_lies() -> None:
-    jobs = [("nvlink", seed) for seed in range(1, 1 + 4 * SOAK)] + [
+    jobs = [("nvlink", seed) for seed in range(1, 1 + 2 * SOAK)] + [
         ("twolevel", seed) for seed in range(SOAK)
     ]
     for job, runs in zip(jobs, run_all("test_simulator_replay.schedules", jobs), strict=True):

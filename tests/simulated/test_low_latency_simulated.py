@@ -15,9 +15,9 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
 
-SEEDS = {1: 2, 2: 10, 3: 6, 4: 4, 8: 1, 16: 1}
+SEEDS = {1: 1, 2: 6, 3: 4, 4: 2, 8: 1, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
-GRIDS = {(2, 1): 5, (2, 2): 3, (3, 1): 2, (2, 4): 1, (4, 4): 1}
+GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
 KINDS = {
     "barrier",
@@ -45,7 +45,7 @@ def test_two_rows_of_calls_alternate_like_replays_of_a_graph() -> None:
     """Sixteen calls one behind the other, odd and even ones of both kinds, with other picks each
     time.
     """
-    jobs = [(seed, part) for seed in range(3 * SOAK) for part in ("rings", "far")]
+    jobs = [(seed, part) for seed in range(2 * SOAK) for part in ("rings", "far")]
     run_all("low_latency_ranks.passes_unchanged", jobs)
 
 

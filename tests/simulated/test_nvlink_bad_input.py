@@ -28,8 +28,6 @@ BODIES: list[tuple[str, str, dict[str, Any], int]] = [
     ("test_limits", "test_symmetric_memory_that_no_rank_has", {}, 2),
     ("test_mismatch", "test_a_rank_that_missed_calls_is_told_by_their_number", {}, 3),
     ("test_mismatch", "test_two_ranks_are_wrong_in_different_ways", {}, 4),
-    ("test_odd_input", "test_expanded", {}, 2),
-    ("test_odd_input", "test_views_of_leaves_get_their_gradient", {"layout": MAJOR}, 2),
     ("test_odd_input", "test_rows_that_nobody_uses_have_no_gradient", {"layout": PADDED}, 2),
     ("test_odd_input", "test_no_tokens_anywhere", {"layout": FLAT, "exact": False}, 2),
     ("test_odd_input", "test_a_single_row_or_column_of_any_stride", {}, 2),
@@ -49,6 +47,8 @@ BODIES: list[tuple[str, str, dict[str, Any], int]] = [
 """Module, test, arguments and ranks."""
 LONG: list[tuple[str, str, dict[str, Any], int]] = [
     *(("test_bad_input", "test_dispatch", {"argument": name}, 2) for name in ("x", "quantized")),
+    ("test_odd_input", "test_expanded", {}, 2),
+    ("test_odd_input", "test_views_of_leaves_get_their_gradient", {"layout": MAJOR}, 2),
     ("test_lifetime", "test_an_old_handle", {}, 2),
     ("test_lifetime", "test_a_backward_that_comes_too_late", {"kept": True}, 2),
     ("test_gradients", "test_reduced_weights_and_bias_have_gradients", {}, 2),

@@ -79,9 +79,13 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
 
 def test_reports_are_relayed() -> None:
     """What the test above relies on. It takes a death between the rows to two others, one of 50 or
-    so; seed 133 had one.
+    so; seeds 123 and 194 had one.
     """
-    batches = [range(133, 134), *(range(begin, begin + 24) for begin in range(96, 336, 24))]
+    batches = [
+        range(123, 124),
+        range(194, 195),
+        *(range(begin, begin + 24) for begin in range(96, 336, 24)),
+    ]
     assert any(relayed(3, seeds) for seeds in batches)
 
 
@@ -104,7 +108,9 @@ def test_deaths_are_noticed() -> None:
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
 def test_ranks_in_different_calls_all_raise_mismatch(name: str) -> None:
-    for endings in run_all("nvlink_failures.disagreement", [(name, seed) for seed in range(2)]):
+    for endings in run_all(
+        "nvlink_failures.disagreement", [(name, seed) for seed in range(min(SOAK, 2))]
+    ):
         for rank, ending in enumerate(endings):
             assert ending is not None
             kind, text, _ = ending

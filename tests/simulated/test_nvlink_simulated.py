@@ -15,7 +15,7 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
 
-SEEDS = {2: 40, 3: 18, 4: 9, 8: 5, 16: 2}
+SEEDS = {2: 16, 3: 8, 4: 4, 8: 2, 16: 1}
 """Seeds by world size."""
 
 
@@ -58,15 +58,15 @@ def test_rings_go_round() -> None:
 
 def test_slots_of_whole_lines() -> None:
     """The rows of all others are too short for them."""
-    run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(4 * SOAK)])
+    run_all("nvlink_ranks.check_lines", [(seed,) for seed in range(2 * SOAK)])
 
 
 def test_bodies_that_gpus_run_too() -> None:
     """The whole object: rows left and read in place, refusals with and without memory made for it,
     results of like calls.
     """
-    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)]
-    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (True, False)]
+    calls = [("test_rows_left_in_place", {"exact": exact}) for exact in (True, False)[:SOAK]]
+    calls += [("test_rows_summed_in_place", {"exact": exact}) for exact in (False, True)[:SOAK]]
     calls += [
         (f"test_{name}", {})
         for name in (

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
+from triton.runtime.jit import ConstexprFunction
 
 _PLAIN = (tl.int32, tl.int64, tl.float32)
 """Types of which two make the same, whatever the operation."""
@@ -167,6 +168,12 @@ def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
     return get_np_dtype
 
 
+def _call_constexpr(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+    """Of a function of constants: as upstream, which imports two names at every call."""
+    unwrap = tl.core._unwrap_if_constexpr
+    return self.fn(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
+
+
 def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
     """A function of the language as the interpreter calls it, without copies of its arguments."""
     # It would only check that there is a semantic.
@@ -185,6 +192,7 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
+    replace(ConstexprFunction, "__call__", _call_constexpr)
     replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
     replace(
         TritonSemantic,

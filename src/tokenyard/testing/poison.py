@@ -22,14 +22,14 @@ def poisoned() -> Generator[None, None, None]:
     """
     switch = cast("Any", deterministic)
     filled = switch.fill_uninitialized_memory
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # not use_deterministic_algorithms(), which imports a compiler: seconds in every process
+        torch.set_deterministic_debug_mode("warn")
         switch.fill_uninitialized_memory = True
         try:
             yield
         finally:
             switch.fill_uninitialized_memory = filled
-            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.set_deterministic_debug_mode(before)

@@ -139,10 +139,13 @@ class AddressBook:
         Raises:
             AddressError: it may not; the message lacks who it was.
         """
-        one = addresses.size == 1  # quicker
-        low = int(addresses[0] if one else addresses.min())
-        high = size + (low if one else int(addresses.max()))
-        if (low | int(np.bitwise_or.reduce(addresses))) & (size - 1):
+        if addresses.size == 1:  # quicker
+            low = bits = int(addresses[0])
+            high = low + size
+        else:
+            low, bits = int(addresses.min()), int(np.bitwise_or.reduce(addresses))
+            high = int(addresses.max()) + size
+        if bits & (size - 1):
             raise AddressError(f"{size} bytes at {self.describe(low)}: not aligned to {size}")
         if bisect_right(self._lows, low) != bisect_right(self._lows, high - 1):
             for address in addresses.tolist():
