@@ -62,6 +62,7 @@ class _Turn:
         self._events: dict[int, torch.cuda.Event] = {}  # by device
         self._done: torch.cuda.Event | None = None
         self._where = -1, 0
+        self._stream: torch.cuda.Stream | None = None  # at ``_where``
         self._here: tuple[int, int] | None = None
         self._tracks = False
 
@@ -84,10 +85,14 @@ class _Turn:
             _set_grad_enabled(True)
         if self._here is None:
             return
-        index = self._here[0]  # torch's object of the stream is made only now that launches are out
-        self._done = self._events.get(index) or self._events.setdefault(index, torch.cuda.Event())
-        self._done.record(torch.cuda.current_stream(index))
-        self._where = self._here
+        if self._where != self._here:
+            index = self._here[0]
+            self._done = self._events.get(index) or self._events.setdefault(
+                index, torch.cuda.Event()
+            )
+            self._stream, self._where = torch.cuda.current_stream(index), self._here
+        assert self._done is not None
+        self._done.record(self._stream)
 
 
 class CallQueue:
@@ -120,7 +125,7 @@ class CallQueue:
         """Make ``call(*args, **options)`` in its turn and return its result."""
         self._enter()
         try:
-            if not self.is_busy:
+            if self._last is None or self._last.done():
                 with self._turn:
                     return call(*args, **options)
             stream = torch.cuda.current_stream(self._device) if self._turn.is_on_gpu() else None

@@ -21,7 +21,8 @@ import tokenyard as ty
 from recorded import recorded_object
 
 GPU = torch.cuda.is_available()
-HIDDEN, EXPERTS, TOP = 7168, 256, 8
+HIDDEN = 7168 if GPU else 64
+EXPERTS, TOP = 256, 8
 ROUNDS, CALLS = 10, 20
 
 
