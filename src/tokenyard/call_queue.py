@@ -123,14 +123,29 @@ class CallQueue:
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make ``call(*args, **options)`` in its turn and return its result."""
+        if not self.is_busy:
+            with self:
+                return call(*args, **options)
         self._enter()
         try:
-            if self._last is None or self._last.done():
-                with self._turn:
-                    return call(*args, **options)
             stream = torch.cuda.current_stream(self._device) if self._turn.is_on_gpu() else None
             body = partial(self._on, partial(call, *args, **options), stream)
             return _result_of(self._submit(body))
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        """The turn of a call, of a queue that is not busy."""
+        self._enter()
+        try:
+            self._turn.__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._turn.__exit__()
         finally:
             self._lock.release()
 

@@ -163,7 +163,7 @@ def facts(tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> tuple[Any,
     numbers or words; the type too, as 1, True and 1.0 are equal. What was good once is so again.
     None: of other tensors, which have to be looked at.
     """
-    known = [options, *map(type, options)]
+    known: list[Any] = [options, *map(type, options)]
     for tensor in tensors:
         if tensor is None:
             known.append(None)

@@ -225,7 +225,7 @@ class Kernels:
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
         packed = loaded.num_warps, cluster, loaded.shared_bytes
         # names of this function, not attributes: a launch looks up as little as possible
-        call, function, _, _, constants, early, _, kept = loaded
+        call, function, _, _, nothing, early, _, kept = loaded
         current_device, stream_of, index = self._current_device, self._stream, self._index
         hooks, captures, clusters = self._hooks, self._captures, grid // cluster
 
@@ -237,13 +237,13 @@ class Kernels:
             stream = stream_of(index)
             if enter.calls or leave.calls:  # a profiler listens
                 metadata = kept[1].launch_metadata
-                details = metadata((grid, 1, 1), stream, *args, *constants)
+                details = metadata((grid, 1, 1), stream, *args, *nothing)
             else:
                 enter = leave = None
             # early in graphs only: else profilers would count the wait as time of the kernel
             call(
                 clusters, 1, 1, stream, function, False, early and captures(), None, None, packed,
-                details, enter, leave, *args, *constants,
+                details, enter, leave, *args, *nothing,
             )  # fmt: skip
 
         return launch
