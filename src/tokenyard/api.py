@@ -327,6 +327,7 @@ class ExpertParallel(Recoverable):
 
     def stats(self) -> Stats:
         """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""
+        self._calls.engine.count()
         return self._stats.copy()
 
     def check(self) -> None:

@@ -62,6 +62,7 @@ class _Turn:
         self._events: dict[int, torch.cuda.Event] = {}  # by device
         self._done: torch.cuda.Event | None = None
         self._where = -1, 0
+        self._stream: torch.cuda.Stream | None = None  # at ``_where``
         self._here: tuple[int, int] | None = None
         self._tracks = False
 
@@ -84,10 +85,14 @@ class _Turn:
             _set_grad_enabled(True)
         if self._here is None:
             return
-        index = self._here[0]  # torch's object of the stream is made only now that launches are out
-        self._done = self._events.get(index) or self._events.setdefault(index, torch.cuda.Event())
-        self._done.record(torch.cuda.current_stream(index))
-        self._where = self._here
+        if self._where != self._here:
+            index = self._here[0]
+            self._done = self._events.get(index) or self._events.setdefault(
+                index, torch.cuda.Event()
+            )
+            self._stream, self._where = torch.cuda.current_stream(index), self._here
+        assert self._done is not None
+        self._done.record(self._stream)
 
 
 class CallQueue:
@@ -118,14 +123,29 @@ class CallQueue:
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Make ``call(*args, **options)`` in its turn and return its result."""
+        if not self.is_busy:
+            with self:
+                return call(*args, **options)
         self._enter()
         try:
-            if not self.is_busy:
-                with self._turn:
-                    return call(*args, **options)
             stream = torch.cuda.current_stream(self._device) if self._turn.is_on_gpu() else None
             body = partial(self._on, partial(call, *args, **options), stream)
             return _result_of(self._submit(body))
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> None:
+        """The turn of a call, of a queue that is not busy."""
+        self._enter()
+        try:
+            self._turn.__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._turn.__exit__()
         finally:
             self._lock.release()
 

@@ -158,6 +158,22 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
         )
 
 
+def facts(tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that checks look at of up to three plain tensors (or None), and of options that are
+    numbers or words; the type too, as 1, True and 1.0 are equal. What was good once is so again.
+    None: of other tensors, which have to be looked at.
+    """
+    known: list[Any] = [options, *map(type, options)]
+    for tensor in tensors:
+        if tensor is None:
+            known.append(None)
+        elif type(tensor) is Tensor and not tensor.is_nested:
+            known += tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.is_neg()
+        else:
+            return None
+    return tuple(known)
+
+
 def check_payload(x: Any, config: Config, quantize: Any) -> Payload:
     """The rows to dispatch: ``[T, hidden]``, plain or quantised by the caller."""
     if quantize is not None and not isinstance(quantize, Quantize):

@@ -112,14 +112,16 @@ class Guard:
 
     def make(self, op: str, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Make a call in its turn and return its result. ``op``: what it is called in errors."""
-        if self.queue.is_busy:
+        queue = self.queue
+        if queue.is_busy:
             later = self.watched(partial(call, *args, **options), op)
-            return self.wait(partial(self.queue.run, later))
+            return self.wait(partial(queue.run, later))
         if self.failure is not None:
             raise afresh(self.failure)
         self._doing = op, self.engine.calls_begun
         try:
-            return self.queue.run(call, *args, **options)
+            with queue:  # not by run(): a frame less
+                return call(*args, **options)
         except BaseException as error:
             self._notice(error)
             raise

@@ -134,8 +134,17 @@ class Stats:
         self, op: str, sent: list[int], received: list[int], row_bytes: int, last_wait: list[float]
     ) -> None:
         """Count one exchange of rows of ``row_bytes`` bytes."""
-        self.calls[op] = self.calls.get(op, 0) + 1
+        self.add(op, 1, sent, received, row_bytes)
         self.last_wait = list(last_wait)
+
+    def add(
+        self, op: str, calls: int, sent: list[int], received: list[int], row_bytes: int
+    ) -> None:
+        """Count exchanges of rows of ``row_bytes`` bytes, rows of all of them together."""
+        if not calls:
+            return
+        self.calls[op] = self.calls.get(op, 0) + calls
+        self.last_wait = [nan] * len(self.last_wait)
         for peer, (out, into) in enumerate(zip(sent, received, strict=True)):
             self.rows_sent[peer] += out
             self.rows_received[peer] += into

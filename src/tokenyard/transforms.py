@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +53,12 @@ def in_trace() -> bool:
 
 def forward_level() -> int:
     """The level of forward-mode AD that was entered, -1 for none."""
-    return cast("int", forward_ad._current_level)  # pyright: ignore
+    return forward_ad._current_level  # pyright: ignore
 
 
 def in_forward_mode() -> bool:
     """Whether tangents are followed: inside ``forward_ad.dual_level()`` or ``torch.func.jvp``."""
-    return forward_level() >= 0 and torch._C._is_fwd_grad_enabled()  # pyright: ignore
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # pyright: ignore
 
 
 def has_tangent(*tensors: Any) -> bool:

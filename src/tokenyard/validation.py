@@ -21,6 +21,9 @@ from tokenyard.types import Quantize
 
 _NOW = When(later=False, after=None)
 """Of a call that nobody asked more of."""
+MOST_KEPT = 256
+"""Calls of which it is kept that they were good: in training all are alike, in serving as many as
+there are batch sizes."""
 _NO_TANGENTS = (
     "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
     "detach() it"
@@ -40,6 +43,7 @@ class Validation:
     def __init__(self, calls: Calls, device: torch.device | None, most_bytes: int) -> None:
         self._calls, self._device, self._most_bytes = calls, device, most_bytes
         self._config: Config = calls.config
+        self._good: dict[Any, Spec] = {}
 
     def dispatch(
         self,
@@ -55,14 +59,22 @@ class Validation:
     ) -> DispatchRequest:
         """``shape``: layout, exact, expert_alignment and capacity."""
         layout, exact, expert_alignment, capacity = shape
-        config = self._config
+        config, facts, known, weights = self._config, None, None, None
+        if handle is not None:
+            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
+        if in_place is False and options is None:
+            tokens = None if known is None else known.num_tokens
+            facts, spec = self._known((x, topk_idx, topk_weights), (*shape, quantize, tokens))
+            if spec is not None:
+                spec, payload = spec if known is None else known.spec, Payload(x, None)
+                return DispatchRequest(
+                    payload, topk_idx, topk_weights, spec, quantize, known, False, when
+                )
         payload = checks.check_payload(x, config, quantize)
         self._check_device(payload.x)
-        known = weights = None
-        if handle is not None:
+        if known is not None:
             routing = {"topk_idx": topk_idx, "topk_weights": topk_weights}
             routing |= {"layout": layout, "capacity": capacity}
-            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
             checks.check_cached(known, payload, routing, exact, expert_alignment)
             spec = known.spec
         else:
@@ -76,7 +88,27 @@ class Validation:
             checks.check_in_place(engine, spec, payload, topk_weights, config, most)
         request = DispatchRequest(payload, topk_idx, weights, spec, quantize, known, in_place, when)
         self._check_engine(request, options)
+        if facts is not None and weights is topk_weights:
+            self._keep(facts, spec)
         return request
+
+    def _known(
+        self, tensors: tuple[Any, Any, Any], options: tuple[Any, ...]
+    ) -> tuple[Any, Spec | None]:
+        """What :func:`checks.facts` tells of a call, if more does not matter, and the ``Spec`` of
+        a good one that was the same in all of that."""
+        if torch.compiler.is_compiling() or transforms.forward_level() >= 0 or self._calls.low:
+            return None, None
+        facts = checks.facts(tensors, options)
+        try:
+            return facts, self._good.get(facts)
+        except TypeError:  # an option cannot be compared
+            return None, None
+
+    def _keep(self, facts: Any, spec: Spec) -> None:
+        if len(self._good) >= MOST_KEPT:
+            self._good.clear()
+        self._good[facts] = spec
 
     def checked_dispatch(
         self,
@@ -115,6 +147,14 @@ class Validation:
         weighted, topk_weights, reduce_weights = weighting
         check_flag("in_place", in_place)
         known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
+        facts = None
+        if not in_place and topk_weights is reduce_weights is bias is out is options is None:
+            like = known.plan.returns.device, known.spec.layout, known.num_rows, known.has_weights
+            facts, spec = self._known((x, None, None), (*like, weighted))
+            if spec is not None:
+                carried = known.arrived.weights if weighted else None
+                rows = x if x.dim() == 2 else x.flatten(0, 1)
+                return CombineRequest(rows, known, carried, None, None, (), None, False, when)
         rows = checks.check_rows(x, known, self._config)
         at_owner = checks.check_weighting(
             known, weighted, topk_weights, reduce_weights, self._config
@@ -131,6 +171,8 @@ class Validation:
         elif options is not None:
             options.check(self._config, rows.device, known.num_tokens)
             lost = options.lost_weights
+        if facts is not None:
+            self._keep(facts, known.spec)
         return CombineRequest(
             rows, known, carried, at_owner, reduce_weights, terms, out, in_place, when, lost
         )

@@ -127,6 +127,10 @@ class Engine(Protocol):
         """The report of the first rank that gave up, if any did and it is known."""
         return None
 
+    def count(self) -> None:
+        """Bring to the statistics what calls have counted."""
+        return
+
     def check(self) -> None:
         """Raise what went wrong on the device since the last check."""
         ...

@@ -91,10 +91,10 @@ class InPlaceBuffers:
         signature: Signature,
         tag: int,
         num_rows: int,
-        meta: Tensor | None = None,
+        meta_at: int = 0,
         arrived: Arrived | None = None,
     ) -> Payload:
-        """Launch rows into the in-place buffer, and unpack ``meta`` to ``arrived``. Ends earlier
+        """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
         results."""
         workspace, print_, row_layout = self._workspace, signature.fingerprint, signature.row_layout
         parts = parts_of(row_layout, self._config.padded_rows)
@@ -104,7 +104,7 @@ class InPlaceBuffers:
         launch = signature.bound("rows", lambda: self.binders.dispatch_in_place(
             workspace, top, row_layout, signature.mode, signature.dtype
         ))  # fmt: skip
-        if meta is not None:
+        if meta_at:
             unpack = signature.bound("unpack", lambda: bind_unpack(
                 workspace, top, workspace.plan_ranks, row_layout.meta_words,
                 weighted=signature.weighted, static=static,
@@ -116,7 +116,7 @@ class InPlaceBuffers:
             workspace,
             plan=plan.route.data_ptr(),
             buffers=buffer.addresses.data_ptr(),
-            payload=sent_of(payload, meta),
+            payload=sent_of(payload, meta_at),
             tag=tag,
             num_tokens=plan.first_pick.shape[0],
             scales_at=parts.scales,

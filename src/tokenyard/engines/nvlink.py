@@ -9,13 +9,13 @@ launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tokenyard.engines.known import NVLINK
-from tokenyard.engines.outputs import Counted, result_of, sent_of
+from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result_of, sent_of
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
@@ -39,7 +39,6 @@ from tokenyard.kernels.names import span
 from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.push import bind_push
 from tokenyard.kernels.two_pull import bind_two_pull
-from tokenyard.routing import host_ints
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
@@ -86,8 +85,12 @@ class NvlinkEngine(PeerEngine):
             )
             room = signature.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, signature, room)
+            rooms = (room, room) if spec.exact else signature.static_rows
             try:
-                return self._follow(payload, counted, signature, room)
+                moved = self._move(payload, counted, signature, rooms) if rooms[0] else None
+                if spec.exact or moved is None:
+                    return self._follow(payload, counted, signature, moved)
+                return self._finish(*moved, None, signature)
             except Exception:
                 # the plan's programs write to tensors that the caller lets go
                 self._memory.settle()
@@ -110,12 +113,14 @@ class NvlinkEngine(PeerEngine):
                 CACHED, payload, spec, mode, weighted=raw, in_place=in_place
             )
             placed = signature.experts and not raw
-            splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
+            known, size = known_of(plan), self.config.world_size
             arrived = (
-                sum(splits[self.config.world_size : -1]) if spec.exact else self.config.padded_rows
+                sum(known.counts[size : 2 * size].tolist())
+                if spec.exact
+                else self.config.padded_rows
             )
-            num_rows = plan.gather.shape[0] if placed else arrived
-            tag = signature.tag | pack_routing(splits[-1])
+            num_rows = known.num_rows if placed else arrived
+            tag = signature.tag | pack_routing(int(known.counts[2 * size]))
             if in_place:
                 out = self._in_place.write(payload, plan, signature, tag, num_rows)
             else:
@@ -130,16 +135,16 @@ class NvlinkEngine(PeerEngine):
                 dispatch_rows(
                     launch,
                     self._workspace,
-                    plan=plan.route.data_ptr(),
+                    plan=known.route_at,
                     payload=sent_of(payload),
                     result=result_of(out, plan),
                     tag=tag,
-                    num_tokens=plan.first_pick.shape[0],
+                    num_tokens=known.num_tokens,
                     num_experts=self.config.num_experts,
                     num_rows=num_rows,
                 )
                 self._memory.settle()
-            self._record("cached dispatch", splits, signature)
+            signature.count(known.counts[: 2 * size])
             return out
 
     def combine(
@@ -161,9 +166,9 @@ class NvlinkEngine(PeerEngine):
             signature = self._signature(
                 COMBINE, payload, spec, None, weighted=weighted, scaled=scaled, in_place=in_place
             )
-            splits = host_ints(plan.splits[: 2 * self.config.world_size + 1])
-            tag = signature.tag | pack_routing(splits[-1])
-            tokens, bias = plan.first_pick.shape[0], tuple(as_aligned(term) for term in bias)
+            known, size = known_of(plan), self.config.world_size
+            tag = signature.tag | pack_routing(int(known.counts[2 * size]))
+            tokens, bias = known.num_tokens, tuple(as_aligned(term) for term in bias)
             reduced = rows.new_empty((tokens, width), dtype=torch.float32) if width else None
             if in_place and self._pulls:
                 total = self._in_place.read(rows, plan, signature, tag, bias, out)
@@ -171,7 +176,7 @@ class NvlinkEngine(PeerEngine):
                 total = sums_for(rows, tokens, out, rows, *bias)
                 kept = [None if t is None else as_aligned(t) for t in (weights, reduce_weights)]
                 rows = as_aligned(rows)
-                parts = Partials(rows.data_ptr(), plan.slots.data_ptr(), *map(address, kept))
+                parts = Partials(rows.data_ptr(), known.slots_at, *map(address, kept))
                 sums = Sums(*addresses(bias), total.data_ptr(), address(reduced))
                 how = CombineOptions(
                     dtypes=tuple(term.dtype for term in bias),
@@ -179,18 +184,20 @@ class NvlinkEngine(PeerEngine):
                     weighted=weights is not None,
                     picks=width,
                 )
-                takes = self._receive.takes(plan, signature.row_layout, width, exact=spec.exact)
+                takes = self._receive.takes(
+                    known.counts, signature.row_layout, width, exact=spec.exact
+                )
                 if in_place or takes:
-                    self._receive.push(plan, signature, tag, parts, sums, how, grow=not takes)
+                    self._receive.push(known, signature, tag, parts, sums, how, grow=not takes)
                 else:
-                    self._sum(plan, signature, tag, parts, sums, how)
+                    self._sum(known, signature, tag, parts, sums, how)
                 total = total if out is None or total is out else out.copy_(total)
-            self._record("combine", splits, signature, back=True)
+            signature.count(known.counts[: 2 * size])
             return total, reduced
 
     def _sum(
         self,
-        plan: Plan,
+        known: Known,
         signature: Signature,
         tag: int,
         parts: Partials,
@@ -218,11 +225,11 @@ class NvlinkEngine(PeerEngine):
         combine_rows(
             launch,
             self._workspace,
-            plan=plan.route.data_ptr(),
+            plan=known.route_at,
             parts=parts,
             sums=sums,
             tag=tag,
-            num_tokens=plan.first_pick.shape[0],
+            num_tokens=known.num_tokens,
         )
         self._memory.settle()
 
@@ -238,28 +245,25 @@ class NvlinkEngine(PeerEngine):
     # Rows
 
     def _follow(
-        self, payload: Payload, counted: Counted, signature: Signature, room: int
+        self,
+        payload: Payload,
+        counted: Counted,
+        signature: Signature,
+        moved: tuple[Payload, CallPlan, Arrived] | None,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Behind the plan of a fresh dispatch. ``room``: rows of results guessed, 0 for none."""
-        if not signature.spec.exact:
-            return self._finish(
-                *self._move(payload, counted, signature, signature.static_rows), None, signature
-            )
-        moved = (
-            self._move(payload, counted, signature, (room, room)) if room else self._memory.gate()
-        )
-        if room and not self._memory.shared_gpu:
-            self._outputs.make_ahead(
-                signature, counted.first_pick.shape[0], counted.route.shape[0], room
-            )
-        counts = self._learn(signature)
+        """Behind the plan of a fresh dispatch, and its rows if their number was guessed."""
+        if moved is None:
+            self._memory.gate()
+        elif not self._memory.shared_gpu:
+            self._outputs.make_ahead(signature, counted, moved[1].num_rows)
+        known, size = self._learn(signature), self.config.world_size
         if moved is not None and not self._host[2]:
             self._memory.gate()  # every rank comes to two, whether it launches or not
         else:  # some rank guessed too little room, and no row has moved
-            came = sum(counts.received)
-            num_rows = num_result_rows(signature.spec, self.config, counts.experts.tolist(), came)
+            came, experts = sum(known[size : 2 * size].tolist()), known[len(known) - self._local :]
+            num_rows = num_result_rows(signature.spec, self.config, experts.tolist(), came)
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
-        return self._finish(*moved, counts, signature)
+        return self._finish(*moved, known, signature)
 
     def _move(
         self,
@@ -269,14 +273,20 @@ class NvlinkEngine(PeerEngine):
         room: tuple[int, int],
         *,
         forced: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    ) -> tuple[Payload, CallPlan, Arrived]:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
         config, spec = self.config, signature.spec
         arrived_rows, num_rows = room
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
         if signature.fingerprint.in_place:
             out = self._in_place.write(
-                payload, plan, signature, signature.tag, num_rows, counted.meta, arrived
+                payload,
+                cast("Plan", plan),
+                signature,
+                signature.tag,
+                num_rows,
+                counted.meta_at,
+                arrived,
             )
             return out, plan, arrived
         out = _result(payload, signature, num_rows, zeros=False)
@@ -290,10 +300,10 @@ class NvlinkEngine(PeerEngine):
             launch,
             self._workspace,
             plan=counted.route.data_ptr(),
-            payload=sent_of(payload, counted.meta),
-            result=result_of(out, plan, arrived),
+            payload=sent_of(payload, counted.meta_at),
+            result=result_of(out, cast("Plan", plan), arrived),
             tag=signature.tag,
-            num_tokens=counted.first_pick.shape[0],
+            num_tokens=counted.tokens,
             num_experts=config.num_experts,
             num_rows=num_rows,
             forced=forced,
@@ -303,8 +313,9 @@ class NvlinkEngine(PeerEngine):
 
 def _result(payload: Payload, signature: Signature, num_rows: int, *, zeros: bool) -> Payload:
     """Ordinary memory for ``num_rows`` rows."""
-    make, device, sent = torch.zeros if zeros else torch.empty, payload.x.device, signature.sent
-    x = make(num_rows, sent.hidden, dtype=sent.dtype, device=device)
+    sent, like = signature.sent, payload.x
+    make = like.new_zeros if zeros else like.new_empty
+    x = make((num_rows, sent.hidden), dtype=sent.dtype)
     if not sent.scale_words:
         return Payload(x, None)
-    return Payload(x, make(num_rows, sent.num_scales, dtype=sent.scale_dtype, device=device))
+    return Payload(x, make((num_rows, sent.num_scales), dtype=sent.scale_dtype))

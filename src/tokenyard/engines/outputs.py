@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,22 +24,79 @@ if TYPE_CHECKING:
 class Counted(NamedTuple):
     """What the plan's launch fills."""
 
-    route: Tensor
-    meta: Tensor
-    first_pick: Tensor
+    tokens: int
+    num_topk: int
+    block: Tensor  # int32: the plan's tables, then first picks, then meta, each at 16 bytes
+    route: Tensor  # the plan's tables are at its begin: the block, or tables that have grown
+    route_words: int
+    first_pick_at: int  # these two: addresses
+    meta_at: int
     tokens_per_expert: Tensor
     offsets: Tensor
     ranges: Tensor
     overflow: Tensor
 
 
-class Counts(NamedTuple):
-    """What the host learns of a dispatch with exact shapes."""
+class Known(NamedTuple):
+    """Of a plan, what the host tells kernels."""
 
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
-    experts: Any  # rows of each local expert: a numpy array of int64
-    routing: int  # digest of all ranks' routing
+    route_at: int
+    slots_at: int
+    num_tokens: int
+    num_rows: int  # of results in expert blocks
+    counts: Any  # ``Plan.splits`` as a numpy array
+
+
+class CallPlan:
+    """A :class:`Plan` whose tensors are made when somebody reads them, and :class:`Known` of it.
+    Kernels need addresses only, and each tensor costs the host a third of a launch.
+    """
+
+    counts: Any
+
+    def __init__(self, counted: Counted, placed: Placed, num_rows: int, returns: Tensor) -> None:
+        self.route_at, self.num_tokens = counted.route.data_ptr(), counted.tokens
+        self.slots_at, self.picks_at, self.gather_at = placed.at
+        self.num_rows, self.returns = num_rows, returns
+        self._counted, self._placed = counted, placed
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in Plan._fields:
+            raise AttributeError(name)
+        counted = self._counted
+        if name == "splits":
+            made = torch.from_numpy(self.counts)  # pyright: ignore[reportUnknownMemberType]
+        elif name == "route":
+            made = counted.route.as_strided((counted.route_words,), (1,), 0)
+        elif name == "first_pick":
+            at = (counted.first_pick_at - counted.block.data_ptr()) // 8
+            shape = self.num_tokens, counted.num_topk
+            made = counted.block.view(torch.int64).as_strided(shape, (shape[1], 1), at)
+        else:
+            made = self._placed.tensor(_PLACED.index(name))
+        self.__dict__[name] = made
+        return made
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (getattr(self, name) for name in Plan._fields)
+
+
+def known_of(plan: Plan) -> Known:
+    """What kernels are told of a plan, whoever made its tensors."""
+    if isinstance(plan, CallPlan):
+        return cast("Known", plan)
+    return Known(
+        plan.route.data_ptr(),
+        plan.slots.data_ptr(),
+        plan.first_pick.shape[0],
+        plan.gather.shape[0],
+        plan.splits.numpy(),
+    )
+
+
+def _whole(words: int) -> int:
+    """int32 ``words`` and what makes them a multiple of 16 bytes."""
+    return -(-words // 4) * 4
 
 
 class Ahead(NamedTuple):
@@ -66,6 +122,7 @@ class Blank(NamedTuple):
     words: Tensor  # of all outputs, int64
     # dtype, shape, strides and offset of each output, in its elements
     parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
+    first_bytes: list[int]  # of the first three
 
     @staticmethod
     def of(outputs: list[Tensor]) -> Blank:
@@ -80,18 +137,29 @@ class Blank(NamedTuple):
             flat = torch.cat([flat, flat.new_zeros(-flat.numel() * size % 8 // size)])
             words.append(flat.view(torch.int64))
             at += flat.numel() * size
-        return Blank(torch.cat(words), parts)
+        return Blank(torch.cat(words), parts, [offset * 8 for *_, offset in parts[:3]])
 
-    def copies(self) -> list[Tensor]:
-        """New outputs, which share memory with each other alone."""
-        words = self.words.clone()
-        by_dtype = {torch.int64: words}
-        outputs: list[Tensor] = []
-        for dtype, shape, stride, offset in self.parts:
-            if dtype not in by_dtype:
-                by_dtype[dtype] = words.view(dtype)
-            outputs.append(by_dtype[dtype].as_strided(shape, stride, offset))
-        return outputs
+    def output(self, copy: Tensor, number: int) -> Tensor:
+        """Output ``number`` in a ``copy`` of the words."""
+        dtype, shape, stride, offset = self.parts[number]
+        base = copy if dtype is torch.int64 else copy.view(dtype)
+        return base.as_strided(shape, stride, offset)
+
+
+_PLACED = "slots", "picks", "gather"
+
+
+class Placed(NamedTuple):
+    """Where these three fields of a plan are: tensors, or in a copy of a :class:`Blank`."""
+
+    at: list[int]
+    tensors: list[Tensor]
+    blank: Blank | None
+
+    def tensor(self, number: int) -> Tensor:
+        if self.blank is None:
+            return self.tensors[number]
+        return self.blank.output(self.tensors[0], number)
 
 
 class Output(NamedTuple):
@@ -103,32 +171,40 @@ class Output(NamedTuple):
     holey: bool = False
 
 
-def sent_of(payload: Payload, meta: Tensor | None = None) -> Sent:
+def sent_of(payload: Payload, meta_at: int = 0) -> Sent:
     """Addresses of what a dispatch sends."""
     scales = 0 if payload.scales is None else payload.scales.data_ptr()
-    return Sent(payload.x.data_ptr(), scales, 0 if meta is None else meta.data_ptr())
+    return Sent(payload.x.data_ptr(), scales, meta_at)
 
 
 def filled_of(counted: Counted) -> PlanOutputs:
     """Addresses of what the plan's launch fills, besides the plan."""
-    _, *outputs = counted
-    return PlanOutputs(*(each.data_ptr() for each in outputs))
+    *_, first_pick_at, meta_at, tokens_per_expert, offsets, ranges, overflow = counted
+    return PlanOutputs(
+        meta_at,
+        first_pick_at,
+        tokens_per_expert.data_ptr(),
+        offsets.data_ptr(),
+        ranges.data_ptr(),
+        overflow.data_ptr(),
+    )
 
 
 def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:
     """Addresses of what a dispatch fills; of a cached one, where its rows go only."""
     rows, scales = out.x.data_ptr(), 0 if out.scales is None else out.scales.data_ptr()
     if arrived is None:
-        return Result(rows, scales, 0, 0, 0, 0, 0, plan.slots.data_ptr())
+        return Result(rows, scales, 0, 0, 0, 0, 0, known_of(plan).slots_at)
+    made = cast("CallPlan", plan)
     return Result(
         rows=rows,
         scales=scales,
         expert_ids=arrived.topk_idx.data_ptr(),
-        picks=plan.picks.data_ptr(),
+        picks=made.picks_at,
         weights=arrived.weights.data_ptr(),
         source=arrived.source.data_ptr(),
-        arrivals=plan.gather.data_ptr(),
-        slots=plan.slots.data_ptr(),
+        arrivals=made.gather_at,
+        slots=made.slots_at,
     )
 
 
@@ -152,24 +228,35 @@ class Outputs:
             return signature.ahead.counted
         return self._counted(signature, tokens, route_words)
 
-    def make_ahead(self, signature: Signature, tokens: int, route_words: int, room: int) -> None:
-        """In the current stream, make the outputs of a call that may follow, of ``room`` rows."""
+    def make_ahead(self, signature: Signature, now: Counted, room: int) -> None:
+        """In the current stream, make the outputs of a call that may follow ``now``, of ``room``
+        rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
-            counted = self._counted(signature, tokens, route_words)
+            counted = self._counted(signature, now.tokens, now.route_words)
             arrived = _with_counts(self._each(self._arrived_outputs(signature, room)), counted)
-            signature.ahead = Ahead(self._where(tokens, route_words), room, counted, arrived)
+            where = self._where(now.tokens, now.route_words)
+            signature.ahead = Ahead(where, room, counted, arrived)
 
     def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
         return tokens, route_words, stream, torch.is_inference_mode_enabled()
 
     def _counted(self, signature: Signature, tokens: int, route_words: int) -> Counted:
-        ints = partial(torch.empty, dtype=torch.int32, device=self._device)
         none, layout, local = self._none[torch.int32], signature.spec.layout, self._local
+        first_pick = _whole(route_words)
+        meta = first_pick + _whole(2 * tokens * self._topk)
+        words = meta + tokens * signature.row_layout.meta_words
+        ints = none.new_empty
+        block = ints(words)
+        at = block.data_ptr()
         return Counted(
-            route=ints(route_words),
-            meta=ints(tokens * signature.row_layout.meta_words),
-            first_pick=torch.empty(tokens, self._topk, dtype=torch.int64, device=self._device),
+            tokens,
+            self._topk,
+            block,
+            block,
+            route_words,
+            at + 4 * first_pick,
+            at + 4 * meta,
             tokens_per_expert=ints(local),
             offsets=ints(local + 1) if layout is Layout.EXPERT_MAJOR else none,
             ranges=ints(local, self._ranks, 2) if layout is Layout.EXPERT_PADDED else none,
@@ -178,35 +265,30 @@ class Outputs:
 
     def results(
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
-    ) -> tuple[Plan, Arrived]:
+    ) -> tuple[CallPlan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
         source say so beforehand; kernels write the others.
         """
         ahead, signature.ahead = signature.ahead, None
-        if signature.blank is not None:
-            slots, picks, gather, *rest = signature.blank.copies()
-            arrived = _with_counts(rest, counted)
-        elif ahead is not None and ahead.counted is counted and ahead.room == num_rows:
-            slots, picks, gather = self._each(_plan_outputs(signature, arrived_rows, num_rows))
-            arrived = ahead.arrived
+        blank = signature.blank
+        if blank is not None:
+            copy = blank.words.clone()
+            begin = copy.data_ptr()
+            placed = Placed([begin + at for at in blank.first_bytes], [copy], blank)
+            arrived = _with_counts([blank.output(copy, at) for at in (3, 4, 5)], counted)
         else:
-            wanted = _plan_outputs(signature, arrived_rows, num_rows)
-            made = self._each(wanted + self._arrived_outputs(signature, num_rows))
-            slots, picks, gather, *rest = made
-            arrived = _with_counts(rest, counted)
-            if not signature.spec.exact and not _captures(
-                self._device
-            ):  # else filled in replays only
-                signature.blank = Blank.of(made)
-        return Plan(
-            splits=self._none[torch.int64],
-            route=counted.route,
-            returns=self._no_returns,
-            slots=slots,
-            picks=picks,
-            gather=gather,
-            first_pick=counted.first_pick,
-        ), arrived
+            made = self._each(_plan_outputs(signature, arrived_rows, num_rows))
+            placed = Placed([each.data_ptr() for each in made], made, None)
+            if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
+                arrived = ahead.arrived
+            else:
+                rest = self._each(self._arrived_outputs(signature, num_rows))
+                arrived = _with_counts(rest, counted)
+                if not signature.spec.exact and not _captures(
+                    self._device
+                ):  # else filled in replays only
+                    signature.blank = Blank.of(made + rest)
+        return CallPlan(counted, placed, num_rows, self._no_returns), arrived
 
     def _arrived_outputs(self, signature: Signature, num_rows: int) -> list[Output]:
         """Ids, weights and source tokens of result rows."""
@@ -227,7 +309,7 @@ class Outputs:
             if shape is None
             else torch.full(shape, hole, dtype=dtype, device=device)
             if holey
-            else torch.empty(*shape, dtype=dtype, device=device)
+            else self._none[dtype].new_empty(shape)
             for dtype, hole, shape, holey in wanted
         ]
 

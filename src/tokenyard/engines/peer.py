@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,14 +15,14 @@ from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports, Report
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
-from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
+from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import DISPATCH, Fingerprint
+from tokenyard.header import COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, make_plan
@@ -71,14 +72,25 @@ class PeerEngine(Engine):
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
-        self._calls, self._no_wait = 0, [float("nan")] * config.world_size
+        self._counting = threading.Lock()
+        self._calls = 0
         size, width = config.world_size, self._workspace.header_words
         self._local = config.num_local_experts
         self._header_in: Any = self._workspace.header_in.numpy()
         self._host: Any = self._workspace.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
         self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each to each
-        self._matrix: Any = self._rows[: config.matrix_ranks].reshape(-1)
+        self._counts: Any = self._headers[:, head.COUNTS : head.COUNTS + self._local]
+        # what the host learns of a dispatch, in the order of ``Plan.splits``
+        self._told = (
+            self._rows[config.rank],
+            self._headers[:, head.NUM_ROWS],
+            self._headers[0, :1],  # the routing's place
+            self._rows[: config.matrix_ranks].reshape(-1),
+            self._headers[0, :1],  # the place of ``ReceiveBuffer.needed``
+            self._counts[0],
+        )
+        self._unknown: Any = np.full(2 * size + 2, -1)
 
     @property
     def calls_begun(self) -> int:
@@ -149,6 +161,7 @@ class PeerEngine(Engine):
         self._let_go("this view of symmetric memory is gone: its ExpertParallel is closed")
 
     def _let_go(self, why: str) -> None:
+        self.count()
         self._in_place.close(why)
         self._receive.close()
         self._memory.close()
@@ -242,57 +255,57 @@ class PeerEngine(Engine):
             self.config.world_size, self._workspace.tuning.channels, num_tokens, self._local
         )
 
-    def _learn(self, signature: Signature) -> Counts:
-        """Wait on the host for everybody's counts, and check them."""
-        nonce, host = self._calls, self._host
-        self._monitor.wait(lambda: host[0] == nonce)
+    def _learn(self, signature: Signature) -> Any:
+        """Wait on the host for everybody's counts, and check them: ``Plan.splits``."""
+        nonce, host, size = self._calls, self._host, self.config.world_size
+        if host[0] == nonce:
+            self._monitor.raise_if_failed()
+        else:
+            self._monitor.wait(lambda: host[0] == nonce)
         if host[1]:
             headers = torch.from_numpy(self._headers)  # pyright: ignore[reportUnknownMemberType]
             padded = signature.spec.layout is Layout.EXPERT_PADDED
             most = self.config.max_tokens_per_rank if padded else head.MOST_ROWS
             head.verify(headers, self.config, max_rows=most)
-        return Counts(
-            sent=self._rows[self.config.rank].tolist(),
-            received=self._headers[:, head.NUM_ROWS].tolist(),
-            experts=self._headers[:, head.COUNTS : head.COUNTS + self._local].sum(0),
-            routing=head.mixed(self._headers[:, head.ROUTING].tolist()),
-        )
+        known = np.concatenate(self._told)
+        known[2 * size] = head.mixed(self._headers[:, head.ROUTING].tolist())
+        known[self._receive.needed_at] = self._receive.needed(self._rows)
+        if size > 1:
+            np.add.reduce(self._counts, 0, None, known[known.shape[0] - self._local :])
+        return known
 
     # Results
 
     def _finish(
-        self,
-        out: Payload,
-        plan: Plan,
-        arrived: Arrived,
-        counts: Counts | None,
-        signature: Signature,
+        self, out: Payload, plan: CallPlan, arrived: Arrived, known: Any, signature: Signature
     ) -> tuple[Payload, Plan, Arrived]:
         """Once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
-        if counts is None:  # the number of the call tells one routing from another
-            splits = [-1] * (2 * self.config.world_size)
-            known = np.array([*splits, signature.fingerprint.call, -1])
-        else:
-            splits = counts.sent + counts.received
-            begin, most = [*splits, counts.routing], [self._receive.needed(self._rows)]
-            known = np.concatenate((begin, self._matrix, most, counts.experts))
-        plan = plan._replace(splits=torch.from_numpy(known))  # pyright: ignore[reportUnknownMemberType]
-        if counts is not None and not signature.experts:
-            num_rows = sum(counts.received)
+        exact, size = known is not None, self.config.world_size
+        if not exact:  # the number of the call tells one routing from another
+            known = self._unknown.copy()
+            known[2 * size] = signature.fingerprint.call
+        plan.counts = known
+        if exact and not signature.experts:
+            num_rows = sum(known[size : 2 * size].tolist())
             for output in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
                 if output is not None and output.shape[0] > num_rows:
                     output.resize_(num_rows, *output.shape[1:])  # the storage stays as it is
-            signature.learn_room(plan.first_pick.shape[0], num_rows)
-        self._record("dispatch", splits, signature)
-        return out, plan, arrived
+            signature.learn_room(plan.num_tokens, num_rows)
+        signature.count(known[: 2 * size])
+        return out, cast("Plan", plan), arrived
 
-    def _record(
-        self, op: str, splits: list[int], signature: Signature, *, back: bool = False
-    ) -> None:
-        """Count the call, and its rows where the host knows them."""
-        size = self.config.world_size
-        known = splits if signature.spec.exact else [0] * (2 * size)
-        out, into = known[:size], known[size : 2 * size]
-        out, into = (into, out) if back else (out, into)
-        self.stats.record(op, out, into, signature.row_layout.row_bytes, self._no_wait)
+    def count(self) -> None:
+        with self._counting:  # any thread may ask
+            for signature in list(self._signatures.values()):
+                told, now = signature.told, (signature.calls, signature.rows.copy())
+                signature.told, op = now, signature.fingerprint.op
+                out, into = self._seen((now[1] - told[1]).reshape(2, -1)).tolist()
+                if op == COMBINE:
+                    out, into = into, out
+                row_bytes = signature.row_layout.row_bytes
+                self.stats.add(head.OPS[op], now[0] - told[0], out, into, row_bytes)
+
+    def _seen(self, rows: Any) -> Any:
+        """Of ``rows [2, R]`` to and from each rank, those that the host counts."""
+        return rows

@@ -16,9 +16,9 @@ from tokenyard.arguments import LARGEST
 from tokenyard.config import Config
 from tokenyard.engines.budget import most_rows_back
 from tokenyard.engines.growing import GrowingRegion
+from tokenyard.engines.outputs import Known
 from tokenyard.engines.rings import PeerWorkspace, RowLayout
 from tokenyard.engines.signatures import Signature
-from tokenyard.handle import Plan
 from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums
 from tokenyard.kernels.push import chunks_of, push_rows
@@ -43,6 +43,7 @@ class ReceiveBuffer:
     ) -> None:
         self._config, self._workspace, self._growing = config, workspace, growing
         self._rows_at, self._always = 0, num_bytes > 0
+        self.needed_at = 2 * config.world_size + 1 + config.matrix_ranks**2  # in ``Plan.splits``
         if num_bytes:
             growing.room(num_bytes)
 
@@ -65,18 +66,17 @@ class ReceiveBuffer:
             return LARGEST
         return int((rows.sum(1) - rows.diagonal()).max())
 
-    def takes(self, plan: Plan, row_layout: RowLayout, picks: int, *, exact: bool) -> bool:
-        """Whether all ranks' rows of a combine fit, the same on all ranks. ``picks``: weights per
-        row that are summed too."""
+    def takes(self, counts: Any, row_layout: RowLayout, picks: int, *, exact: bool) -> bool:
+        """Whether all ranks' rows of a combine fit, the same on all ranks. ``counts``:
+        ``Plan.splits``, as a numpy array; ``picks``: weights per row that are summed too."""
         if not self._always:
             return False
-        at = 2 * self._config.world_size + 1 + self._config.matrix_ranks**2
-        needed = int(plan.splits[at]) if exact else most_rows_back(self._config)
+        needed = int(counts[self.needed_at]) if exact else most_rows_back(self._config)
         return 0 <= needed <= self._most_rows(row_layout, picks)
 
     def push(
         self,
-        plan: Plan,
+        known: Known,
         signature: Signature,
         tag: int,
         parts: Partials,
@@ -115,12 +115,12 @@ class ReceiveBuffer:
         push_rows(
             launch,
             workspace,
-            plan=plan.route.data_ptr(),
+            plan=known.route_at,
             receive_buffers=self._growing.regions[-1].addresses.data_ptr(),
             parts=parts,
             sums=sums,
             tag=tag,
-            num_tokens=plan.first_pick.shape[0],
+            num_tokens=known.num_tokens,
         )
         workspace.memory.settle()
 

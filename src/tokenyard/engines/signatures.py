@@ -62,6 +62,10 @@ class Signature:
     launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])  # see :meth:`bound`
     ahead: Any = None  # ``outputs.Ahead`` of such a call
     blank: Any = None  # ``outputs.Blank`` of a static call, once it was needed
+    # so far: such calls, and rows to and from each rank as far as the host knows
+    calls: int = 0
+    rows: Any = 0
+    told: tuple[int, Any] = (0, 0)  # of these two, what statistics have
 
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
         """The launch ``key`` of such calls. ``bind`` makes it once, and may wait for the device."""
@@ -69,6 +73,12 @@ class Signature:
         if launch is None:
             launch = self.launches[key] = bind()
         return launch
+
+    def count(self, splits: Any) -> None:
+        """Count a call. ``splits``: rows to each rank, then from each."""
+        self.calls += 1
+        if self.spec.exact:
+            self.rows += splits
 
     def room_for(self, tokens: int) -> int:
         """Rows of a fresh result before counts are known, so that rows move at once; 0: wait."""
@@ -113,5 +123,6 @@ def signature_of(
         padding=padding,
         holes=not spec.exact or spec.layout is Layout.EXPERT_PADDED or padding,
         width=min(config.num_topk, config.num_local_experts) if experts else 1,
+        rows=np.zeros(2 * config.world_size, dtype=np.int64),
         static_rows=(0, 0) if spec.exact else (most, num_result_rows(spec, config, None, most)),
     )

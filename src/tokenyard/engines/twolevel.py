@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.engines.known import NVLINK, TWOLEVEL
 from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.outputs import Counted, Counts
+from tokenyard.engines.outputs import CallPlan, Counted
 from tokenyard.engines.signatures import Binders, Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.twolevel_workspace import TwolevelWorkspace
-from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.handle import Arrived, Spec
 from tokenyard.header import COMBINE, NUM_TOKENS
 from tokenyard.kernels import region, sync, two_region
 from tokenyard.kernels.plan import bind_plan
@@ -107,14 +108,11 @@ class TwolevelEngine(NvlinkEngine):
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
                 self.stats.bytes_sent[peer] = int(state[end + node])
 
-    def _record(
-        self, op: str, splits: list[int], signature: Signature, *, back: bool = False
-    ) -> None:
-        """As its base; rows of ranks on other nodes travel otherwise: see :meth:`check`."""
-        size, grid = self.config.world_size, self._workspace.grid
-        near = grid.ranks_of(grid.node_of(self.config.rank))
-        kept = [rows if at % size in near else 0 for at, rows in enumerate(splits[: 2 * size])]
-        super()._record(op, kept, signature, back=back)
+    def _seen(self, rows: Any) -> Any:
+        """Rows of ranks on other nodes travel otherwise: see :meth:`check`."""
+        grid, near = self._workspace.grid, np.zeros(self.config.world_size, dtype=np.int64)
+        near[list(grid.ranks_of(grid.node_of(self.config.rank)))] = 1
+        return rows * near
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
@@ -148,10 +146,10 @@ class TwolevelEngine(NvlinkEngine):
         self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
         return super()._count(topk_idx, weights, signature, room)
 
-    def _learn(self, signature: Signature) -> Counts:
-        counts = super()._learn(signature)
+    def _learn(self, signature: Signature) -> Any:
+        known = super()._learn(signature)
         self._most_tokens = max(self._most_tokens, int(self._headers[:, NUM_TOKENS].max()))
-        return counts
+        return known
 
     def _move(
         self,
@@ -161,11 +159,11 @@ class TwolevelEngine(NvlinkEngine):
         room: tuple[int, int],
         *,
         forced: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    ) -> tuple[Payload, CallPlan, Arrived]:
         if forced and self._most_tokens > self._table_rows:
             self._memory.settle()  # the plan's programs may still write to its outputs
-            larger = self._with_larger_table(counted.route, counted.first_pick.shape[0])
-            counted = counted._replace(route=larger)
+            larger = self._with_larger_table(counted.route, counted.tokens)
+            counted = counted._replace(route=larger, route_words=larger.shape[0])
         return super()._move(payload, counted, signature, room, forced=forced)
 
     def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:

@@ -19,6 +19,9 @@ from torch.profiler import record_function
 NAMESPACE = "tokenyard"
 
 
+_NOTHING = nullcontext()
+
+
 def symbol_of(name: str) -> str:
     """The symbol of a C++ function without arguments.
 
@@ -40,4 +43,4 @@ def span(name: str) -> Any:
     """A name for what the host does inside, if a profiler is listening: otherwise it would cost as
     much as a launch."""
     listening = torch.autograd._profiler_enabled()  # pyright: ignore
-    return record_function(name) if listening else nullcontext()
+    return record_function(name) if listening else _NOTHING

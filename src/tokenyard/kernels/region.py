@@ -31,6 +31,8 @@ The receive buffer, a region of its own for combines in place, has room for rows
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -96,9 +98,15 @@ def state_words(ranks: int, channels: int) -> int:
     return STATE_WORDS + 2 * ranks * channels
 
 
+@cache
+def _words_before(ranks: int, channels: int) -> int:
+    """``_head`` for the host, where Triton's way to call it takes as long as a launch."""
+    return _head(ranks, channels)
+
+
 def plan_words(ranks: int, channels: int, tokens: int, local_experts: int) -> int:
     """int32 words of a plan's tables."""
-    return _head(ranks, channels) + 2 * ranks * tokens + local_experts * (ranks + 2)
+    return _words_before(ranks, channels) + 2 * ranks * tokens + local_experts * (ranks + 2)
 
 
 @triton.constexpr_function

@@ -23,6 +23,9 @@ _HELD: list[Any] = []
 """What was closed while a graph was captured or kernels could run; kept for ever."""
 
 
+_NOTHING = nullcontext()
+
+
 class DeviceMemory:
     """The part of :class:`SymmetricMemory` that concerns one rank and its GPU alone, whether ranks
     are processes or threads. ``kernels`` are loaded on ``device``, which has an index.
@@ -48,7 +51,7 @@ class DeviceMemory:
 
     def tensors(self) -> AbstractContextManager[Any]:
         """A context for tensors that kernels may write to: nothing to do on a GPU."""
-        return nullcontext()
+        return _NOTHING
 
     def bind(
         self,

@@ -202,7 +202,6 @@ class Kernels:
             this = f"this is {triton.__version__}: install 3.6"
             raise RuntimeError(f"kernels are launched in the way of Triton 3.6; {this}")
         self._hooks: Any = triton.knobs.runtime
-        # bound once: a launch looks up as little as possible
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
         self._captures: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
@@ -225,46 +224,29 @@ class Kernels:
             raise ValueError(f"grid ({grid}) of {kernel.__name__} {limit}")
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
         packed = loaded.num_warps, cluster, loaded.shared_bytes
+        # names of this function, not attributes: a launch looks up as little as possible
+        call, function, _, _, nothing, early, _, kept = loaded
+        current_device, stream_of, index = self._current_device, self._stream, self._index
+        hooks, captures, clusters = self._hooks, self._captures, grid // cluster
 
         def launch(*args: int) -> None:
-            if self._current_device() == self._index:
-                self._call(loaded, grid, packed, args)
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    return launch(*args)
+            enter, leave, details = hooks.launch_enter_hook, hooks.launch_exit_hook, None
+            stream = stream_of(index)
+            if enter.calls or leave.calls:  # a profiler listens
+                metadata = kept[1].launch_metadata
+                details = metadata((grid, 1, 1), stream, *args, *nothing)
             else:
-                with torch.cuda.device(self._index):
-                    self._call(loaded, grid, packed, args)
+                enter = leave = None
+            # early in graphs only: else profilers would count the wait as time of the kernel
+            call(
+                clusters, 1, 1, stream, function, False, early and captures(), None, None, packed,
+                details, enter, leave, *args, *nothing,
+            )  # fmt: skip
 
         return launch
-
-    def _call(
-        self, loaded: Loaded, grid: int, packed: tuple[int, int, int], args: tuple[int, ...]
-    ) -> None:
-        """``packed``: warps, programs of a cluster, shared bytes. The launcher counts clusters."""
-        # Else profilers would count the wait as time of the kernel.
-        early = loaded.early and self._captures()
-        enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
-        stream = self._stream(self._index)
-        if enter.calls or leave.calls:  # a profiler listens
-            metadata = loaded.kept[1].launch_metadata
-            details = metadata((grid, 1, 1), stream, *args, *loaded.constants)
-        else:
-            enter = leave = details = None
-        loaded.call(
-            grid // packed[1],
-            1,
-            1,
-            stream,
-            loaded.function,
-            False,
-            early,
-            None,
-            None,
-            packed,
-            details,
-            enter,
-            leave,
-            *args,
-            *loaded.constants,
-        )
 
     def _prepare(
         self, kernel: Any, num_warps: int, max_registers: int | None, constants: dict[str, Any]
