@@ -131,6 +131,7 @@ class GlooTransport:
         recvs = [(peer, theirs[peer]) for peer in self._peers]
         sends = [(peer, mine[peer]) for peer in self._peers]
         finish = self._move(recvs, sends, _HEADER_TAG, f"{what}, counts")
+        self.headers = theirs
 
         def headers() -> Tensor:
             finish()
