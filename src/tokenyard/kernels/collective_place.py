@@ -282,19 +282,22 @@ def _fill(result, begin, end, step, k: tl.constexpr):
 
 
 @triton.jit
-def _fill_blocks(routing, local, result, k: tl.constexpr):
+def _fill_blocks(routing, local, most_rows, result, k: tl.constexpr):
     """What is behind the rows of each expert, and behind all blocks."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    end = tl.full((), 0, tl.int32)
     for e in range(programs - 1 - pid, local, programs):
         block = block_of(routing.plan, e, local, routing.num_tokens, k)
         begin = tl.load(block)
-        end = tl.minimum(tl.load(block + 1), routing.num_rows)
-        _fill(result, begin, end, 1, k)
-    end = tl.full((), 0, tl.int32)
-    if local > 0:
-        end = tl.load(block_of(routing.plan, local - 1, local, routing.num_tokens, k) + 1)
-    _fill(result, end + pid * 256, routing.num_rows, programs, k)
+        if k.padded:
+            _fill(result, begin, (e + 1) * (k.ranks * most_rows), 1, k)
+        else:
+            end = tl.minimum(tl.load(block + 1), routing.num_rows)
+            _fill(result, begin, end, 1, k)
+    if not k.padded:
+        end = tl.full((), 0, tl.int32)
+        if local > 0:
+            end = tl.load(block_of(routing.plan, local - 1, local, routing.num_tokens, k) + 1)
+        _fill(result, end + pid * 256, routing.num_rows, programs, k)
 
 
 @triton.jit(repr=shown_as("collective::place"))
@@ -330,7 +333,7 @@ def collective_place_kernel(
         else:
             _place_flat(payload, counts, a, source, begin, used, experts, result, k)
     if k.by_expert:
-        _fill_blocks(routing, local, result, k)
+        _fill_blocks(routing, local, most_rows, result, k)
 
 
 @triton.jit(repr=shown_as("collective::gather"))

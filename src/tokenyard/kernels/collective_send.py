@@ -129,7 +129,8 @@ def collective_plan_kernel(
     """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` launches it.
 
     ``scratch``: int32 ``hist [channels + 1, columns]``, then int64 ``marks [channels, 2]``.
-    ``said_at``: words of a header for any call. ``headers``: 0 if none are sent, as ``told``.
+    ``said_at``: words of a header of any call, up to its rows. ``headers``: 0 if there are none;
+    then ``said_at`` and ``told`` are 0 too.
     """
     C: tl.constexpr = k.channels
     c = tl.program_id(0)
@@ -151,7 +152,7 @@ def collective_plan_kernel(
         experts_before(hist, totals + k.rank_bins, C, num_experts, k)
         tl.debug_barrier()
         w = tl.arange(0, k.header_bins)
-        said = tl.load(words(said_at) + w, mask=w < _COUNTS_AT, other=0)
+        said = tl.load(words(said_at) + w, mask=(w < _ROWS_AT) & (said_at != 0), other=0)
         said = tl.where(w == _CALL_AT, call, said)
         said = said_of(picks, marks, said, words(state), num_tokens, k)
         if headers != 0:
@@ -160,15 +161,15 @@ def collective_plan_kernel(
 
 @triton.jit
 def _places(plan, route, returns, t, share, num_tokens, k: tl.constexpr):
-    """Rows of token ``t``, by rank, ``[width_bins]``, then -1; stores what the handle keeps of
-    them."""
+    """Rows of token ``t``, by rank, ``[width_bins]``, those there are first if ranks are more than
+    that; stores what the handle keeps of them."""
     r, j = tl.arange(0, k.rank_bins), tl.arange(0, k.width_bins)
     known = r < k.plan_ranks
     place = tl.load(place_of(plan, t, num_tokens, k) + r, mask=known, other=-1)
     goes = place >= 0
     place += tl.load(out_bound(plan, r, t // share, k), mask=goes, other=0)
     place += tl.load(first_out(plan, r, k), mask=goes, other=0)
-    nth = tl.cumsum(goes.to(tl.int32), 0) - 1
+    nth = r if k.width == k.plan_ranks else tl.cumsum(goes.to(tl.int32), 0) - 1
     one = goes[:, None] & (nth[:, None] == j[None, :])
     to = tl.sum(tl.where(one, place[:, None] + 1, 0), axis=0) - 1
     tl.store(words(route) + place, t.to(tl.int64) + (r * 0), mask=goes)
@@ -267,7 +268,8 @@ def plan_config(
         local_bins=bins(config.most_local_experts), columns=rank_bins + experts,
         header_words=header_words, header_bins=bins(header_words),
         metadata_words=1 + topk * (1 + weighted),
-        tokens=max(1, min(32, compared, MOST_MERGED // top)), wide=wide, weighted=weighted, by_expert=False, padded=False, exact=exact,
+        tokens=max(1, min(32, compared, MOST_MERGED // top)), wide=wide,
+        weighted=weighted, by_expert=False, padded=False, exact=exact,
         grid=Grid(1, ranks, 0, 0, 0, False, False, 0),
     )  # fmt: skip
 
