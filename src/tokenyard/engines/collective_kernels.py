@@ -110,7 +110,8 @@ class CollectiveKernelsEngine(CollectiveEngine):
             headers = self._swap(left.headers, fingerprint) if told else None
             kernels.pack(given, left)
             everybody, most = headers() if headers else None, self.config.max_tokens_per_rank
-            sends = sources = [most] * self.config.world_size
+            sends = [most] * self.config.world_size
+            sources = sends
             if everybody is not None:
                 sends = host_ints(kernels.told)
                 sources = host_ints(everybody[:, head.NUM_ROWS])

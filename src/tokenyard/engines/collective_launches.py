@@ -60,7 +60,7 @@ class Kind(NamedTuple):
     coming: Any  # an ArrivalConfig
     plan: Launch
     pack: Launch
-    count: Launch | None
+    settle: Launch | None  # counts picks, where places depend on them
     place: Launch
 
 
@@ -106,8 +106,8 @@ class Launches:
         self._width = min(config.num_topk, config.world_size)
         with torch.inference_mode(False):
             self._state = torch.zeros(send.STATE_WORDS, dtype=torch.int64, device=device)
-            pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
-            self.told = torch.zeros(config.world_size, dtype=torch.int64, **pinned)
+            self.told = torch.zeros(config.world_size, dtype=torch.int64, device="cpu")
+            self.told = self.told.pin_memory() if device.type == "cuda" else self.told
 
     def check(self) -> None:
         """Raise if a dispatch without headers was given ids out of range."""
@@ -141,9 +141,8 @@ class Launches:
         sizes = send.table_words(k, tokens), send.scratch_words(k), tokens * k.metadata_words
         tables = self._empty(torch.int32, sum(sizes))
         plan = tables.data_ptr()
-        told = fingerprint is not None
         left = Left(
-            headers=self._empty(torch.int64, ranks if told else 0, self._words),
+            headers=self._empty(torch.int64, 0 if fingerprint is None else ranks, self._words),
             route=self._empty(torch.int64, most),
             returns=self._empty(torch.int64, tokens, self._width),
             first_pick=self._empty(torch.int64, tokens, config.num_topk),
@@ -152,34 +151,26 @@ class Launches:
             tables=tables,
             meta=plan + 4 * (sizes[0] + sizes[1]),
         )
+        picks = Picks(given.topk_idx.data_ptr(), address(given.weights))
+        outputs = PlanOutputs(left.meta, left.first_pick.data_ptr(), 0, 0, 0, 0)
+        headers, host, said, call = 0, 0, 0, 0
+        if fingerprint is not None:
+            headers, host = left.headers.data_ptr(), self.told.data_ptr()
+            said, call = self._said_by(kind, fingerprint).data_ptr(), fingerprint.call
         kind.plan(
-            Picks(given.topk_idx.data_ptr(), address(given.weights)),
-            0 if fingerprint is None else self._said_by(kind, fingerprint).data_ptr(),
-            self._state.data_ptr(),
-            plan + 4 * sizes[0],
-            plan,
-            PlanOutputs(left.meta, left.first_pick.data_ptr(), 0, 0, 0, 0),
-            left.headers.data_ptr() if told else 0,
-            self.told.data_ptr() if told else 0,
-            0 if fingerprint is None else fingerprint.call,
-            tokens,
-            config.num_experts,
-            stride,
-        )
+            picks, said, self._state.data_ptr(), plan + 4 * sizes[0], plan, outputs, headers, host,
+            call, tokens, config.num_experts, stride,
+        )  # fmt: skip
         return left
 
     def pack(self, given: Given, left: Left) -> None:
         """Launch what fills the rows to send."""
         x, scales = given.payload
         given.kind.pack(
-            Sent(x.data_ptr(), address(scales), left.meta),
-            left.tables.data_ptr(),
-            left.route.data_ptr(),
-            left.returns.data_ptr(),
-            left.send.data_ptr(),
-            x.shape[0],
+            Sent(x.data_ptr(), address(scales), left.meta), left.tables.data_ptr(),
+            left.route.data_ptr(), left.returns.data_ptr(), left.send.data_ptr(), x.shape[0],
             left.stride,
-        )
+        )  # fmt: skip
 
     def pack_again(
         self, payload: Payload, row: RowFormat, mode: Quantize | None, plan: Plan, rows: Tensor
@@ -193,9 +184,8 @@ class Launches:
             launch = self._kinds[key] = send.bind_pack(
                 self._bind, self._programs, k, constants, how, self._width, fresh=False
             )
-        addresses_of = Sent(payload.x.data_ptr(), address(payload.scales), 0)
-        returns, to = plan.returns.data_ptr(), rows.data_ptr()
-        launch(addresses_of, 0, 0, returns, to, payload.x.shape[0], 0)
+        sent = Sent(payload.x.data_ptr(), address(payload.scales), 0)
+        launch(sent, 0, 0, plan.returns.data_ptr(), rows.data_ptr(), payload.x.shape[0], 0)
 
     # What comes
 
@@ -213,19 +203,13 @@ class Launches:
         parts = place.Counts(at, at + 4 * sum(words), at + 4 * words[0])
         where, most = (config.rank, config.num_experts), config.max_tokens_per_rank
         told = address(headers)
-        if kind.count is not None:
+        if kind.settle is not None:
             _, _, _, per_expert, offsets, ranges, overflow = map(address, arrived)
-            kind.count(
-                recv.data_ptr(),
-                told,
-                self._state.data_ptr(),
-                parts,
-                PlanOutputs(0, 0, per_expert, offsets, ranges, overflow),
-                *where,
-                most,
-                num_rows,
+            kind.settle(
+                recv.data_ptr(), told, self._state.data_ptr(), parts,
+                PlanOutputs(0, 0, per_expert, offsets, ranges, overflow), *where, most, num_rows,
                 spec.expert_alignment,
-            )
+            )  # fmt: skip
         result = Result(
             rows=out.x.data_ptr(),
             scales=address(out.scales),
@@ -344,9 +328,9 @@ class Launches:
         pack = send.bind_pack(
             bind, self._programs, leaving, constants, how, self._width, fresh=True
         )
-        count = place.bind_count(bind, coming) if coming.counted else None
-        settle = place.bind_place(bind, self._programs, coming)
-        return Kind(row, leaving, coming, send.bind_plan(bind, leaving), pack, count, settle)
+        settle = place.bind_count(bind, coming) if coming.counted else None
+        rows = place.bind_place(bind, self._programs, coming)
+        return Kind(row, leaving, coming, send.bind_plan(bind, leaving), pack, settle, rows)
 
     def _plan_config(
         self, *, few: bool, weighted: bool = False, wide: bool = True, exact: bool = True
