@@ -30,7 +30,7 @@ from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
 HIDDEN, TOP, EXPERTS, TOKENS, SMS = 7168, 8, 256, 300, 132
-PROGRAMS = 2 * SMS
+PROGRAMS = 4 * SMS
 LAUNCHES: dict[str, dict[str, Any]] = {}
 
 

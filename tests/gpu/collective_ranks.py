@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,25 +20,22 @@ from cases import Case, check_combined, check_received, dispatch, rows_to_combin
 from tokenyard.engines import collective_kernels
 from tokenyard.testing import Ranks, assert_same_bits
 
-HIDDEN = (40, 37, 300)
-
 
 def cases(ranks: int) -> list[Case]:
-    """Layouts, shapes, casts and routings."""
+    """Layouts, shapes, casts and sizes."""
     found: list[Case] = []
-    for layout in ty.Layout:
-        for exact in (True, False):
-            options: dict[str, Any] = {"layout": layout, "exact": exact}
-            found += [
-                Case(ranks, hidden=hidden, num_experts=17, seed=at, **options)
-                for at, hidden in enumerate(HIDDEN)
-            ]
-            found += [
-                Case(ranks, hidden=300, quantize=mode, num_tokens=70, **options)
-                for mode in ty.Quantize
-            ]
-            found.append(Case(ranks, dtype=torch.int8, hidden=21, **options))
-            found.append(Case(ranks, num_tokens=900, num_topk=8, num_experts=64, **options))
+    modes = list(ty.Quantize)
+    for at, (layout, exact) in enumerate(product(ty.Layout, (True, False))):
+        options: dict[str, Any] = {"layout": layout, "exact": exact}
+        found += [
+            Case(ranks, **options),
+            Case(ranks, hidden=37, num_experts=17, seed=1, **options),
+            Case(ranks, hidden=300, quantize=modes[at % 4], num_tokens=70, **options),
+        ]
+    found += [Case(ranks, hidden=300, quantize=mode) for mode in modes[1:]]
+    found += [Case(ranks, hidden=21, dtype=torch.int8, layout=layout) for layout in ty.Layout]
+    many: dict[str, Any] = {"num_tokens": 900, "num_topk": 8, "num_experts": 64}
+    found += [Case(ranks, layout=layout, **many) for layout in ty.Layout]
     found.append(Case(ranks, layout=ty.Layout.EXPERT_MAJOR, expert_alignment=16))
     return found
 
@@ -59,7 +57,6 @@ def check(ranks: Ranks, case: Case) -> int:
             rows, rank = rows_to_combine(recv, case, ranks.rank), ranks.rank
             right = case.combined(rank).x
             check_combined(ours.combine(rows, recv.handle), case, rank, right)
-            check_combined(ours.combine(rows, want.handle), case, rank, right, "other's handle")
             bias = torch.ones_like(right, device=rows.device)
             biases = [torch.ones(len(idx), case.hidden).to(right.dtype) for idx, _ in case.picks]
             with_bias = case.combined(rank, bias=biases).x
@@ -68,7 +65,7 @@ def check(ranks: Ranks, case: Case) -> int:
                 again = ours.dispatch(case.x[rank].to(rows.device), handle=recv.handle)
                 mine = recv.source >= 0
                 assert_same_bits(again.x[mine].cpu(), recv.x[mine].cpu(), what="cached dispatch")
-            return 6
+            return 5
 
 
 def main(rank: int, size: int, port: int) -> None:

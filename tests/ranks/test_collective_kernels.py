@@ -26,7 +26,7 @@ need_interpreter()
 
 
 def same_plan(got: ty.Received, want: ty.Received, what: str) -> None:
-    """Handles of both ways hold the same numbers, and can be used the other way."""
+    """Handles of both ways hold the same numbers."""
     for kind in ("plan", "arrived"):
         mine, theirs = getattr(got.handle, kind), getattr(want.handle, kind)
         for name, one, other in zip(mine._fields, mine, theirs, strict=True):
@@ -35,7 +35,7 @@ def same_plan(got: ty.Received, want: ty.Received, what: str) -> None:
 
 
 def check_both(ranks: Ranks, case: Case, **options: Any) -> None:
-    """A dispatch, and all its combines, on kernels and by torch; each with the other's handle."""
+    """A dispatch on kernels and by torch, and its combines on kernels."""
     with on_kernels():
         ours = case.make(ranks)
     with ours, case.make(ranks) as theirs, poisoned():
@@ -266,3 +266,45 @@ def test_grids_of_nodes_are_torchs(ranks: Ranks) -> None:
             recv = dispatch(ranks, ep, case)
             check_received(recv, case, ranks.rank)
             assert recv.handle.plan.route.numel() > recv.handle.plan.splits[:4].sum()
+
+
+@distributed_test(world_size=2, engine="collective")
+def test_examples_of_the_kernels(ranks: Ranks) -> None:
+    """Those in the docstrings of ``kernels/collective_*.py``."""
+    rank, nobody = ranks.rank, torch.empty(0, 2, dtype=torch.int64)
+
+    def made(num_topk: int, ids: torch.Tensor, **options: Any) -> tuple[Any, ty.Received]:
+        with on_kernels():
+            ep = Case(2, num_experts=4, num_topk=num_topk, num_tokens=3, hidden=8).make(ranks)
+        return ep, ep.dispatch(torch.zeros(len(ids), 8), ids, torch.ones(ids.shape), **options)
+
+    ids = torch.tensor([[0, 3], [1, 1], [2, -1]])
+    for exact, route, returns in (
+        (True, [0, 1, 0, 2], [[0, 2], [1, -1], [-1, 3]]),
+        (False, [0, 1, -1, 0, 2, -1], [[0, 3], [1, -1], [-1, 4]]),
+    ):
+        ep, recv = made(2, ids if rank == 0 else nobody, exact=exact)
+        with ep:
+            if rank == 0:
+                assert recv.handle.plan.route.tolist() == route
+                assert recv.handle.plan.returns.tolist() == returns
+    ids = torch.tensor([[0, 3], [1, -1]] if rank == 0 else [[1, 0]])
+    ep, recv = made(2, ids)
+    with ep:
+        if rank == 0:
+            assert recv.topk_idx.tolist() == [[0, -1], [1, -1], [1, 0]]
+    ep, recv = made(2, ids, layout=ty.Layout.EXPERT_MAJOR)
+    with ep:
+        plan = recv.handle.plan
+        if rank == 0:
+            assert plan.slots.tolist() == [[0, -1], [2, -1], [3, 1]]
+            assert plan.picks.tolist() == [[0, 0], [0, 0], [0, 1]]
+            assert plan.gather.tolist() == [0, 2, 1, 2]
+    ids = torch.tensor([[0, 1, 2], [0, -1, -1]]) if rank == 0 else nobody.new_empty(0, 3)
+    ep, recv = made(3, ids, layout=ty.Layout.EXPERT_MAJOR)
+    with ep:
+        rows = torch.tensor([1.0, 8.0, 2.0] if rank == 0 else [0.5]).unsqueeze(1).expand(-1, 8)
+        got = ep.combine(rows, recv.handle)
+        if rank == 0:
+            assert recv.handle.plan.returns[0].tolist() == [0, 2]
+            assert got[:, 0].tolist() == [3.5, 8.0]

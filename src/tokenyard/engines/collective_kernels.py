@@ -9,7 +9,7 @@ place. Packing is launched before the host waits for the headers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ON_GPUS = True
 """Whether kernels are used where they can be; else torch does it all."""
-PER_SM = 2
+PER_SM = 4
 """Programs of a launch on each multiprocessor."""
 
 
@@ -47,7 +47,8 @@ class Binder(NamedTuple):
 @cache
 def _on_gpu(index: int) -> Binder:
     sms = multiprocessors(torch.device("cuda", index))
-    return Binder(kernels_of(index, sms).bind, PER_SM * sms)
+    bind = partial(kernels_of(index, sms).bind, together=False)  # nobody waits for another
+    return Binder(bind, PER_SM * sms)
 
 
 class CollectiveKernelsEngine(CollectiveEngine):
@@ -62,9 +63,8 @@ class CollectiveKernelsEngine(CollectiveEngine):
         self,
         config: Config,
         transport: Transport,
-        stats: Stats,
-        *,
         obstacle_of: Callable[[torch.device], str],
+        stats: Stats,
     ) -> None:
         super().__init__(config, transport, stats)
         self._obstacle_of = obstacle_of

@@ -337,7 +337,8 @@ def _collective(
     device = request.device
 
     def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
-        return Choice(_collective_on(config, transport), where, f"collective: {why}")
+        make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
+        return Choice(make, where, f"collective: {why}")
 
     size = config.world_size
     if group is None or store is None:
@@ -367,13 +368,9 @@ def over_gloo(
     """Engine collective over a mesh of its own, of the members of ``config``. Collective."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
-    make = _collective_on(config, transport)
+    make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
     again = partial(over_gloo, device, no_grid)
     return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)
-
-
-def _collective_on(config: Config, transport: Transport) -> Callable[[Stats], Engine]:
-    return partial(CollectiveKernelsEngine, config, transport, obstacle_of=obstacle_of)
 
 
 def _hops(config: Config, no_grid: str) -> str:

@@ -10,7 +10,7 @@ Example: rank 0 of 2 has experts 0 and 1; from rank 0 come tokens 0 and 1 with i
 Rows of each rank are cut into ``parts``, one for each program that counts. The rank of a pick among
 its source's picks of that expert is that within its part, and what parts before it have.
 
-Ids come from peers: no other value than a local expert's becomes an address.
+Ids come from peers: only those of local experts become addresses.
 """
 
 from __future__ import annotations
@@ -204,8 +204,7 @@ def _place_flat(payload, counts, a, source, begin, used, experts, result, k: tl.
     """Row ``a`` of a flat result. With static shapes rows that are somebody's come first, ``used
     [rank_bins]`` of each rank, and the others, of zeros, behind all of them."""
     row: tl.constexpr = k.row
-    one = tl.arange(0, 1)
-    to, here = a, a >= 0
+    one, to, here = tl.arange(0, 1), a, a >= 0
     if k.counted:
         s = tl.arange(0, k.rank_bins)
         before = tl.sum(tl.where(s < source, used, 0))
@@ -387,7 +386,7 @@ def count_words(k: ArrivalConfig, num_local: int) -> tuple[int, int]:
 
 
 def bind_count(bind: Callable[..., Any], k: ArrivalConfig) -> Callable[..., None]:
-    """The launch that counts; arguments: those of the kernel. ``bind``: as ``Kernels.bind``."""
+    """The launch that counts; arguments: those of its kernel. ``bind``: as ``Kernels.bind``."""
     return bind(collective_count_kernel, k.ranks * k.parts, 8, None, {"k": k})
 
 

@@ -4,9 +4,9 @@ packs rows. NCCL moves both.
 
 Example: 2 ranks, 4 experts, picks ``[[0, 3], [1, 1], [2, -1]]``: rank 0 gets tokens 0 and 1, rank 1
 tokens 0 and 2. So ``route = [0, 1, 0, 2]`` (the token of each row sent), ``returns = [[0, 2], [1,
--1], [3, -1]]`` (the rows of each token), and the headers announce 2 rows each. With room for 3
-tokens per rank (static shapes) ``route = [0, 1, -1, 0, 2, -1]``, ``returns = [[0, 3], [1, -1], [4,
--1]]``.
+-1], [-1, 3]]`` (the rows of each token, by rank), and the headers announce 2 rows each. With room
+for 3 tokens per rank (static shapes) ``route = [0, 1, -1, 0, 2, -1]``, ``returns = [[0, 3], [1,
+-1], [-1, 4]]``.
 
 Programs of the plan count a share of the tokens each, as those of ``kernels/plan.py``. Nobody
 waits: the last to come, as ``tickets`` tell, adds the counts up.
