@@ -50,6 +50,7 @@ def check(ranks: Ranks, case: Case) -> int:
             collective_kernels.ON_GPUS = True
             recv = dispatch(ranks, ours, case)
             check_received(recv, case, ranks.rank)
+            assert any(ours._calls.engine._launches.values()), "kernels were not used"
             for kind in ("plan", "arrived"):
                 both = getattr(recv.handle, kind), getattr(want.handle, kind)
                 for name, one, other in zip(both[0]._fields, *both, strict=True):
