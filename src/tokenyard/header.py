@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -206,7 +207,8 @@ def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
         Mismatch: ranks disagree on the call or its arguments.
         PeerError: another rank refused its arguments, or sent counts that cannot be.
     """
-    rows = {peer: host_ints(headers[peer]) for peer in config.members}
+    everybody = cast("list[list[int]]", headers.tolist())  # pyright: ignore[reportUnknownMemberType]
+    rows = {peer: everybody[peer] for peer in config.members}
     own = rows[config.rank]
     if own[STATUS] == BAD_INDEX:
         raise ValueError(_bad_index(own, config.num_experts))

@@ -2,8 +2,8 @@
 words by torch.
 
 A row is ``[payload | scales | token | ids | weights]``; everything behind the payload is made of
-4-byte words. Because rows from one peer follow those of another, the buffer that peers fill is
-already the ``FLAT`` result in another stride.
+4-byte words, and scales and token begin at multiples of 16 bytes. Because rows from one peer follow
+those of another, the buffer that peers fill is already the ``FLAT`` result in another stride.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ class RowFormat:
 
     @property
     def scales_at(self) -> int:
-        """First 4-byte word behind the payload."""
-        return -(-self.payload_bytes // 4)
+        """4-byte word where scales begin."""
+        return padded(self.payload_bytes) // 4
 
     @property
     def routing_at(self) -> int:
-        return self.scales_at + self.scale_words
+        return self.scales_at + padded(4 * self.scale_words) // 4
 
     @property
     def _weights_at(self) -> int:

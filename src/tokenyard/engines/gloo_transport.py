@@ -131,6 +131,7 @@ class GlooTransport:
         recvs = [(peer, theirs[peer]) for peer in self._peers]
         sends = [(peer, mine[peer]) for peer in self._peers]
         finish = self._move(recvs, sends, _HEADER_TAG, f"{what}, counts")
+        self.headers = theirs
 
         def headers() -> Tensor:
             finish()
@@ -139,6 +140,10 @@ class GlooTransport:
         return headers
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
+        own = _rows(send, spans.send_starts[self.rank], spans.send_counts[self.rank])
+        if not self._peers:  # rows stay on their device
+            _rows(recv, spans.recv_starts[self.rank], spans.recv_counts[self.rank]).copy_(own)
+            return lambda: None
         here, there = send.cpu() if send.is_cuda else send, recv
         if recv.is_cuda:
             there = torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)

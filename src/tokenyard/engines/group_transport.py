@@ -30,20 +30,29 @@ class GroupTransport:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size
         self.waits: dict[str, list[float]] = {}
+        self._pinned: dict[tuple[int, ...], Tensor] = {}
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
-        """As :meth:`Transport.swap`; finishing, the host waits for the device."""
+        """As :meth:`Transport.swap`; finishing, the host waits for the device. What it has then is
+        written again in the next swap.
+        """
         mine = header.to(self.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)
+        self.headers = theirs
         if theirs.device.type != "cuda":
             return theirs.cpu
+        shape = tuple(theirs.shape)
+        if shape not in self._pinned:
+            with torch.inference_mode(False):  # kept for calls outside of it too
+                self._pinned[shape] = torch.empty(shape, dtype=theirs.dtype, pin_memory=True)
+        pinned = self._pinned[shape].copy_(theirs, non_blocking=True)
         come = torch.cuda.Event()
         come.record(torch.cuda.current_stream(theirs.device))
 
         def headers() -> Tensor:
             self._wait(come.query, what)
-            return theirs.cpu()
+            return pinned
 
         return headers
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
-from tokenyard.engines.collective import CollectiveEngine
+from tokenyard.engines.collective_kernels import CollectiveKernelsEngine
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.engines.group_transport import GroupTransport
@@ -338,7 +338,8 @@ def _collective(
     device = request.device
 
     def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
-        return Choice(partial(CollectiveEngine, config, transport), where, f"collective: {why}")
+        make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
+        return Choice(make, where, f"collective: {why}")
 
     size = config.world_size
     if group is None or store is None:
@@ -368,7 +369,7 @@ def over_gloo(
     """Engine collective over a mesh of its own, of the members of ``config``. Collective."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
-    make = partial(CollectiveEngine, config, transport)
+    make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
     again = partial(over_gloo, device, no_grid)
     return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)
 

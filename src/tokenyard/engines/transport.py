@@ -67,11 +67,13 @@ class Transport(Protocol):
         counts_on_host: whether headers are cheap, so that the host knows counts before rows move.
         last_wait: seconds from the start of the last exchange until each rank's rows had come.
         waits: as :class:`Stats`; totals are added there.
+        headers: what the last swap brings, on the device that it comes to.
     """
 
     counts_on_host: bool
     last_wait: list[float]
     waits: dict[str, list[float]]
+    headers: Tensor
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R,

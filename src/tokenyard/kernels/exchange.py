@@ -45,7 +45,7 @@ def experts_before(hist, to, c, num_experts, k: tl.constexpr):
 
 
 @triton.jit
-def _said(picks, marks, said, status, num_tokens, k: tl.constexpr):
+def said_of(picks, marks, said, status, num_tokens, k: tl.constexpr):
     """The words of my headers up to the number of rows, from ``said``, what the host says to all.
     Notes the first bad pick."""
     c, w = tl.arange(0, k.channel_bins), tl.arange(0, k.header_bins)
@@ -105,7 +105,7 @@ def _send_headers(regions, me, totals, said, parity, num_experts, room, tag, k: 
 
 
 @triton.jit
-def _complete_experts(
+def complete_experts(
     pairs, counts, local, routing, outputs, most_rows, alignment, s, e, k: tl.constexpr
 ):  # fmt: skip
     """Where rows of local experts ``e`` from sources ``s`` go in a result by expert: ``pairs
@@ -170,7 +170,7 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     counts = tl.sum(pairs, axis=0)
     tl.store(ints(outputs.tokens_per_expert) + e, counts, mask=here)
     if k.by_expert:
-        _complete_experts(pairs, counts, local, routing, outputs, most_rows, alignment, s, e, k)
+        complete_experts(pairs, counts, local, routing, outputs, most_rows, alignment, s, e, k)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def exchange(
         experts_before(hist, totals + k.rank_bins, C, routing.num_experts, k)
         tl.debug_barrier()
         status = words(tl.load(words(state) + STATUS))
-        said = _said(picks, marks, said, status, routing.num_tokens, k)
+        said = said_of(picks, marks, said, status, routing.num_tokens, k)
         _send_headers(regions, me, totals, said, parity, routing.num_experts, room, tag, k)
         if P < R:
             put_node_headers(regions, state, me, parity, hist, k)

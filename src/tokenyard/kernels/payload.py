@@ -69,12 +69,15 @@ def add_term(total, terms, dtype: tl.constexpr, at, mask):
 
 
 @triton.jit
-def copy_row_to(src, dst, dst_rows, here, N: tl.constexpr, BLOCK: tl.constexpr):
-    """``dst[dst_rows[j]] = src`` for the rows ``here``: one read, several writes; N words each."""
+def copy_row_to(
+    src, dst, stride: tl.constexpr, dst_rows, here, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``dst[dst_rows[j]] = src`` for the rows ``here``: one read, several writes; N words each.
+    ``stride``: words from one row of ``dst`` to the next."""
     for at in range(0, N, BLOCK):
         w = at + tl.arange(0, BLOCK)
         v = tl.load(src + w, mask=w < N, cache_modifier=".cg")
-        to = dst + dst_rows.to(tl.int64)[:, None] * N + w[None, :]
+        to = dst + dst_rows.to(tl.int64)[:, None] * stride + w[None, :]
         v = tl.broadcast_to(v[None, :], to.shape)
         tl.store(to, v, mask=here[:, None] & (w < N)[None, :], cache_modifier=".cs")
 

@@ -101,6 +101,15 @@ def unpack_by_expert(metadata, arrival, source, experts, routing, result, k: tl.
     starts = start_of(routing.plan, local, source, routing.num_tokens, k)
     start = tl.load(starts, mask=mine, other=0)
     slot = tl.where(mine & (start + rank < routing.num_rows), start + rank, -1)
+    return keep_slots(m, 1 + 2 * how.topk, slot, arrival, source, result, how)
+
+
+@triton.jit
+def keep_slots(m, weights_at: tl.constexpr, slot, arrival, source, result, how: tl.constexpr):
+    """Store the result rows ``slot [topk_bins]`` of one arrival row, by pick, and what comes with
+    them: the token is in word 0 of ``m``, weights begin at ``weights_at``. Returns the result
+    rows."""
+    pick = tl.arange(0, how.topk_bins)
     nth = tl.cumsum((slot >= 0).to(tl.int32), 0) - 1
     kept = (slot >= 0) & (nth < how.slots_per_row)  # a peer cannot send more
     at = arrival.to(tl.int64) * how.slots_per_row + nth
@@ -113,7 +122,7 @@ def unpack_by_expert(metadata, arrival, source, experts, routing, result, k: tl.
     tl.store(words(result.picks) + before + pick, (pick * 0).to(tl.int64), mask=rest)
     tl.store(words(result.arrivals) + slot, arrival.to(tl.int64) + (pick * 0), mask=kept)
     if how.weighted:
-        weight = tl.load(floats(m) + 1 + 2 * how.topk + pick, mask=kept, other=0.0)
+        weight = tl.load(floats(m) + weights_at + pick, mask=kept, other=0.0)
         tl.store(floats(result.weights) + slot, weight, mask=kept)
     token = tl.load(m).to(tl.int64)
     tl.store(
@@ -167,11 +176,12 @@ def place_by_expert(
             else:
                 to = known_slots(result, arrival, k.placing)
             x = as_words(payload.rows, row.word_bits) + index * strides.payload
-            copy_row_to(x, as_words(result.rows, row.word_bits), to, to >= 0, row.words, block)
+            out = as_words(result.rows, row.word_bits)
+            copy_row_to(x, out, row.words, to, to >= 0, row.words, block)
             if row.scale_words:
                 copy_row_to(
                     as_words(payload.scales, 32) + index * strides.scales,
-                    as_words(result.scales, 32), to, to >= 0, row.scale_words,
+                    as_words(result.scales, 32), row.scale_words, to, to >= 0, row.scale_words,
                     triton.next_power_of_2(row.scale_words),
                 )  # fmt: skip
 

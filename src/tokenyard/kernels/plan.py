@@ -136,13 +136,12 @@ def _merged_weights(weights, t, pick, first, merged, inside, t1, topk: tl.conste
 
 
 @triton.jit
-def _ranks_among_picks(out, flat, counts, inside, pick, k: tl.constexpr):
+def ranks_among_picks(to, flat, counts, inside, k: tl.constexpr):
     """Store the rank of each pick among the channel's picks of its expert; ``counts``: of those
     before this tile."""
     i = tl.arange(0, k.tokens * k.topk_bins)
     before = (flat[:, None] == flat[None, :]) & (i[None, :] < i[:, None])
     rank = tl.sum(before.to(tl.int32), axis=1) + tl.load(counts + flat, mask=flat >= 0, other=0)
-    to = out + 1 + k.topk + pick[None, :]
     tl.store(to, tl.reshape(rank, [k.tokens, k.topk_bins]), mask=inside)
 
 
@@ -181,7 +180,7 @@ def _count_tile(
     counts = hist_row + k.rank_bins
     tl.debug_barrier()
     if k.by_expert:
-        _ranks_among_picks(out, flat, counts, inside, pick, k)
+        ranks_among_picks(out + 1 + k.topk + pick[None, :], flat, counts, inside, k)
         tl.debug_barrier()
     held += tl.histogram(flat, k.expert_bins, mask=flat >= 0)
     tl.store(counts + tl.arange(0, k.expert_bins), held)
@@ -191,7 +190,7 @@ def _count_tile(
 
 
 @triton.jit
-def _count(picks, outputs, routing, row, marks, c, t0, t1, k: tl.constexpr):
+def count_channel(picks, outputs, routing, row, marks, c, t0, t1, k: tl.constexpr):
     """Step 1: this channel's row of ``hist`` and its ``marks``. Returns the rows to each rank."""
     ranks, held = tl.zeros((k.rank_bins,), tl.int32), tl.zeros((k.expert_bins,), tl.int32)
     tl.store(row + k.rank_bins + tl.arange(0, k.expert_bins), held)
@@ -285,7 +284,7 @@ def plan_kernel(
     said = tl.zeros((k.header_bins,), tl.int64)
     if k.exact:  # far away, and not needed before all have counted
         said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
-    ranks = _count(picks, outputs, routing, hist + c * k.columns, marks, c, t0, t1, k)
+    ranks = count_channel(picks, outputs, routing, hist + c * k.columns, marks, c, t0, t1, k)
     call = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu") // C
     parity = (call % 2).to(tl.int32)
     want = (call + 1) * C

@@ -213,13 +213,15 @@ class Kernels:
         num_warps: int,
         max_registers: int | None,
         constants: dict[str, Any],
+        *,
+        together: bool = True,
     ) -> Callable[..., None]:
         """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it
-        launches on the current stream. ValueError: not all programs would run together: those that
-        do could wait for ever for those that do not.
+        launches on the current stream. ValueError: not all programs would run ``together``: those
+        that do could wait for ever for those that do not.
         """
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
-        if grid > loaded.most:
+        if together and grid > loaded.most:
             limit = f"must be at most {loaded.most}: all programs run together"
             raise ValueError(f"grid ({grid}) of {kernel.__name__} {limit}")
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1

@@ -1,0 +1,217 @@
+"""Engine ``collective`` on GPUs: Triton kernels plan, pack, place and sum; the transport only moves
+bytes. What they make is what :class:`CollectiveEngine` makes, which has all other devices, and
+grids of nodes.
+
+A fresh dispatch with exact shapes: plan, headers, their copy to the host, pack, rows, (count,)
+place. Packing is launched before the host waits for the headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import header as head
+from tokenyard.config import Config
+from tokenyard.engines.collective import CollectiveEngine
+from tokenyard.engines.transport import Transport
+from tokenyard.formats import row_of
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
+from tokenyard.routing import host_ints
+from tokenyard.rows import Payload, RowFormat, as_bytes
+from tokenyard.stats import Stats
+from tokenyard.types import Quantize
+
+if TYPE_CHECKING:
+    from tokenyard.engines.collective_launches import Launches
+
+ON_GPUS = False
+"""Whether kernels are used where they can be; else torch does it all."""
+PER_SM = 4
+"""Programs of a launch on each multiprocessor."""
+
+
+class Binder(NamedTuple):
+    """``bind``: as ``Kernels.bind``. ``programs``: of a launch that moves rows."""
+
+    bind: Callable[..., Callable[..., None]]
+    programs: int
+
+
+@cache
+def _on_gpu(index: int) -> Binder:
+    sms = multiprocessors(torch.device("cuda", index))
+    bind = partial(kernels_of(index, sms).bind, together=False)  # nobody waits for another
+    return Binder(bind, PER_SM * sms)
+
+
+class CollectiveKernelsEngine(CollectiveEngine):
+    """Dispatch and combine by all-to-all. ``obstacle_of``: why kernels cannot work on a GPU, empty
+    if they can.
+    """
+
+    forced: Binder | None = None
+    """For tests: kernels are launched so, on any device."""
+
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        obstacle_of: Callable[[torch.device], str],
+        stats: Stats,
+    ) -> None:
+        super().__init__(config, transport, stats)
+        self._obstacle_of = obstacle_of
+        self._launches: dict[torch.device, Launches | None] = {}
+
+    def _kernels(self, device: torch.device) -> Launches | None:
+        """Kernels on ``device``; None: torch does it all."""
+        if device not in self._launches:
+            binder = self.forced
+            if binder is None and ON_GPUS and device.type == "cuda" and torch.version.hip is None:
+                binder = None if self._obstacle_of(device) else _on_gpu(device.index)
+            found = None
+            if binder is not None and self._hierarchy is None:
+                from tokenyard.engines.collective_launches import Launches
+
+                always = self._transport.counts_on_host
+                found = Launches(self.config, device, *binder, self._num_counts, headers=always)
+            self._launches[device] = found
+        return self._launches[device]
+
+    # Three collective calls
+
+    def dispatch(
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Payload, Plan, Arrived]:
+        kernels = self._kernels(payload.x.device)
+        if kernels is None:
+            return super().dispatch(payload, topk_idx, weights, spec, mode)
+        with kernels.span("tokenyard.dispatch"):
+            told = self._has_headers(DISPATCH, spec.exact)
+            given = kernels.given(payload, topk_idx, weights, spec, mode)
+            row = given.kind.row
+            sent = _no_rows(row_of(payload, mode))
+            fingerprint = self._fingerprint(DISPATCH, sent, spec, mode, weights is not None)
+            left = kernels.leave(given, fingerprint if told else None)
+            headers = self._swap(left.headers, fingerprint) if told else None
+            kernels.pack(given, left)
+            everybody, most = headers() if headers else None, self.config.max_tokens_per_rank
+            sends = [most] * self.config.world_size
+            sources = sends
+            if everybody is not None:
+                sends = host_ints(kernels.told)
+                sources = host_ints(everybody[:, head.NUM_ROWS])
+            spans = self._first_hop(sends, sources, spec)
+            recv = self._received(row, spans, spec, payload.x.device)
+            if everybody is not None and not spec.exact:
+                row.vacate(recv)
+            num_rows, experts = (sum(sends) if spec.exact else left.send.shape[0]), list[int]()
+            self._rows.move(left.send[:num_rows], recv, spans, "dispatch", self._calls - 1)()
+            if everybody is not None:
+                local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
+                experts = host_ints(everybody[:, local].sum(0))
+            came = self._transport.headers.to(recv.device) if everybody is not None else None
+            out, placement, arrived = kernels.arrive(given, recv, came, experts)
+            routing, matrix = 0, list[int]()
+            if everybody is not None:
+                routing = head.routing_of(everybody)
+                matrix = head.matrix_of(everybody, self.config) if spec.exact else matrix
+            splits = [*sends, *sources, routing, *matrix, *(experts if spec.exact else [])]
+            plan = Plan(
+                splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
+                route=left.route[:num_rows].data,
+                returns=left.returns,
+                slots=placement.slots,
+                picks=placement.picks,
+                gather=placement.gather,
+                first_pick=left.first_pick,
+            )
+            return out, plan, arrived
+
+    def redispatch(
+        self,
+        payload: Payload,
+        plan: Plan,
+        spec: Spec,
+        *,
+        mode: Quantize | None = None,
+        raw: bool = False,
+        in_place: bool = False,
+    ) -> Payload:
+        kernels = self._kernels(payload.x.device)
+        if kernels is None:
+            return super().redispatch(payload, plan, spec, mode=mode, raw=raw)
+        with kernels.span("tokenyard.redispatch"):
+            row = row_of(payload, mode)
+            fingerprint = self._fingerprint(CACHED, _no_rows(row), spec, mode, raw, plan)
+            agreed = self._check_call(fingerprint, payload.x.shape[0])
+            token, spans, _ = self._known(plan, spec)
+            send = self._rows.buffer("send", row, token.numel(), payload.x.device)
+            kernels.pack_again(payload, row, mode, plan, send)
+            recv = self._received(row, spans, spec, payload.x.device)
+            agreed()
+            self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
+            return kernels.gather(row, recv, plan.gather if spec.placed and not raw else None)
+
+    def combine(
+        self,
+        rows: Tensor,
+        plan: Plan,
+        spec: Spec,
+        *,
+        weights: Tensor | None = None,
+        reduce_weights: Tensor | None = None,
+        bias: tuple[Tensor, ...] = (),
+        out: Tensor | None = None,
+        raw: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        kernels = self._kernels(rows.device)
+        given: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights}
+        if kernels is None:
+            return super().combine(rows, plan, spec, bias=bias, out=out, raw=raw, **given)
+        with kernels.span("tokenyard.combine"):
+            reduces = reduce_weights is not None
+            width = 0 if reduce_weights is None else reduce_weights.shape[1]
+            row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
+            fingerprint = self._fingerprint(
+                COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
+            )
+            agreed = self._check_call(fingerprint, plan.returns.shape[0])
+            token, spans, _ = self._known(plan, spec)
+            placed, send = spec.placed and not raw, as_bytes(rows)
+            if placed or reduces:
+                arrived = plan.slots.shape[0] if placed else rows.shape[0]
+                send = self._rows.buffer("send", row, arrived, rows.device)
+                kernels.sum_here(row, rows, plan.slots if placed else None, send, **given)
+            agreed()
+            recv = self._rows.buffer("recv", row, token.numel(), rows.device)
+            self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
+            return kernels.sum_there(row, recv, plan.returns, bias, out)
+
+    def check(self) -> None:
+        super().check()
+        for kernels in self._launches.values():
+            if kernels is not None:
+                kernels.check()
+
+
+def _no_rows(row: RowFormat) -> Payload:
+    """Rows as they travel, none of them."""
+    x = torch.empty(0, row.hidden, dtype=row.dtype, device="cpu")
+    if not row.scale_words:
+        return Payload(x, None)
+    return Payload(x, torch.empty(0, row.num_scales, dtype=row.scale_dtype, device="cpu"))

@@ -1,0 +1,400 @@
+"""Launches of engine ``collective`` on one device, and the memory that they fill.
+
+Kernels are compiled at the first call of a kind: dtypes, sizes of rows, layout, options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import header as head
+from tokenyard.config import Config
+from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.rings import address, addresses, aligned, as_aligned, sums_for
+from tokenyard.formats import row_of
+from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.header import Fingerprint
+from tokenyard.kernels import collective_place as place
+from tokenyard.kernels import collective_send as send
+from tokenyard.kernels.collective_combine import bind_owner, bind_partial
+from tokenyard.kernels.combine import Partials, Sums
+from tokenyard.kernels.exchange import BAD_AT
+from tokenyard.kernels.names import span
+from tokenyard.kernels.payload import cast_of
+from tokenyard.kernels.plan import Picks, PlanOutputs
+from tokenyard.kernels.structs import Payload as Sent
+from tokenyard.kernels.structs import Result, RowConstants
+from tokenyard.routing import Placement, host_ints
+from tokenyard.rows import Payload, RowFormat
+from tokenyard.types import Layout, Quantize
+
+FEW_TOKENS = 256
+"""Most tokens of a call that is planned by few programs."""
+Launch = Callable[..., None]
+
+
+class Left(NamedTuple):
+    """What is filled before rows move. Rows of ``send`` and ``route`` are as many as there may
+    be."""
+
+    headers: Tensor
+    route: Tensor
+    returns: Tensor
+    first_pick: Tensor
+    send: Tensor
+    stride: int  # rows for each rank, 0: as many as there are
+    tables: Tensor  # the plan's, scratch memory and metadata
+    meta: int  # address of that
+
+
+class Kind(NamedTuple):
+    """Launches of a kind of fresh dispatches."""
+
+    row: RowFormat
+    leaving: Any  # a PlanConfig
+    coming: Any  # an ArrivalConfig
+    plan: Launch
+    pack: Launch
+    settle: Launch | None  # counts picks, where places depend on them
+    place: Launch
+
+
+class Given(NamedTuple):
+    """Arguments of a fresh dispatch, as kernels read them."""
+
+    payload: Payload
+    topk_idx: Tensor
+    weights: Tensor | None
+    spec: Spec
+    kind: Kind
+
+
+class Launches:
+    """Kernels of one object on ``device``.
+
+    Args:
+        bind: as ``Kernels.bind``.
+        programs: of a launch that moves rows.
+        num_counts: words of a header behind ``header.COUNTS``.
+        headers: whether there are any with static shapes too.
+
+    Attributes:
+        told: rows to each rank, on the host once the headers are.
+    """
+
+    span = staticmethod(span)
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        bind: Callable[..., Launch],
+        programs: int,
+        num_counts: int,
+        *,
+        headers: bool,
+    ) -> None:
+        self.config, self.device, self._headers = config, device, headers
+        self._bind, self._programs, self._words = bind, programs, head.COUNTS + num_counts
+        self._kinds: dict[Any, Any] = {}
+        self._said: dict[Any, Tensor] = {}
+        self._width = min(config.num_topk, config.world_size)
+        with torch.inference_mode(False):
+            self._state = torch.zeros(send.STATE_WORDS, dtype=torch.int64, device=device)
+            self.told = torch.zeros(config.world_size, dtype=torch.int64, device="cpu")
+            self.told = self.told.pin_memory() if device.type == "cuda" else self.told
+
+    def check(self) -> None:
+        """Raise if a dispatch without headers was given ids out of range."""
+        after, value = host_ints(self._state[BAD_AT : BAD_AT + 2])
+        if after:
+            self._state[BAD_AT : BAD_AT + 2] = 0
+            sizes = self.config.num_topk, self.config.num_experts
+            raise ValueError(head.bad_index_text(after - 1, value, *sizes))
+
+    # What leaves
+
+    def given(
+        self,
+        payload: Payload,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+    ) -> Given:
+        """As kernels read them; copies live as long as the call."""
+        weights = None if weights is None else weights.contiguous()
+        kind = self._kind(payload, topk_idx.dtype, topk_idx.shape[0], weights, spec, mode)
+        return Given(aligned(payload), topk_idx.contiguous(), weights, spec, kind)
+
+    def leave(self, given: Given, fingerprint: Fingerprint | None) -> Left:
+        """Launch the plan. ``fingerprint``: of the headers, if there are any."""
+        config, kind, tokens = self.config, given.kind, given.topk_idx.shape[0]
+        k, ranks, exact = kind.leaving, config.world_size, given.spec.exact
+        stride = 0 if exact else config.max_tokens_per_rank
+        most = tokens * self._width if exact else ranks * stride
+        sizes = send.table_words(k, tokens), send.scratch_words(k), tokens * k.metadata_words
+        tables = self._empty(torch.int32, sum(sizes))
+        plan = tables.data_ptr()
+        left = Left(
+            headers=self._empty(torch.int64, 0 if fingerprint is None else ranks, self._words),
+            route=self._empty(torch.int64, most),
+            returns=self._empty(torch.int64, tokens, self._width),
+            first_pick=self._empty(torch.int64, tokens, config.num_topk),
+            send=self._empty(torch.uint8, most, kind.row.row_bytes),
+            stride=stride,
+            tables=tables,
+            meta=plan + 4 * (sizes[0] + sizes[1]),
+        )
+        picks = Picks(given.topk_idx.data_ptr(), address(given.weights))
+        outputs = PlanOutputs(left.meta, left.first_pick.data_ptr(), 0, 0, 0, 0)
+        headers, host, said, call = 0, 0, 0, 0
+        if fingerprint is not None:
+            headers, host = left.headers.data_ptr(), self.told.data_ptr()
+            said, call = self._said_by(kind, fingerprint).data_ptr(), fingerprint.call
+        kind.plan(
+            picks, said, self._state.data_ptr(), plan + 4 * sizes[0], plan, outputs, headers, host,
+            call, tokens, config.num_experts, stride,
+        )  # fmt: skip
+        return left
+
+    def pack(self, given: Given, left: Left) -> None:
+        """Launch what fills the rows to send."""
+        x, scales = given.payload
+        given.kind.pack(
+            Sent(x.data_ptr(), address(scales), left.meta), left.tables.data_ptr(),
+            left.route.data_ptr(), left.returns.data_ptr(), left.send.data_ptr(), x.shape[0],
+            left.stride,
+        )  # fmt: skip
+
+    def pack_again(
+        self, payload: Payload, row: RowFormat, mode: Quantize | None, plan: Plan, rows: Tensor
+    ) -> None:
+        """Fill the ``rows`` of a cached dispatch."""
+        payload = aligned(payload)
+        key = ("pack", row, mode, payload.x.dtype)
+        if (launch := self._kinds.get(key)) is None:
+            k, constants = self._plan_config(few=True), constants_of(row)
+            how = cast_of(constants, mode, payload.x.dtype)
+            launch = self._kinds[key] = send.bind_pack(
+                self._bind, self._programs, k, constants, how, self._width, fresh=False
+            )
+        sent = Sent(payload.x.data_ptr(), address(payload.scales), 0)
+        launch(sent, 0, 0, plan.returns.data_ptr(), rows.data_ptr(), payload.x.shape[0], 0)
+
+    # What comes
+
+    def arrive(
+        self, given: Given, recv: Tensor, headers: Tensor | None, counts: list[int]
+    ) -> tuple[Payload, Placement, Arrived]:
+        """Place rows. ``counts``: of each local expert, if the host knows."""
+        config, spec, kind = self.config, given.spec, given.kind
+        came, k = recv.shape[0], kind.coming
+        num_rows = num_result_rows(spec, config, counts, came)
+        out, placement, arrived = self._results(kind.row, spec, came, num_rows)
+        words = place.count_words(k, config.num_local_experts) if k.counted else (0, 0)
+        scratch = self._empty(torch.int32, sum(words) + came * k.topk * k.by_expert)
+        at = scratch.data_ptr()
+        parts = place.Counts(at, at + 4 * sum(words), at + 4 * words[0])
+        where, most = (config.rank, config.num_experts), config.max_tokens_per_rank
+        told = address(headers)
+        if kind.settle is not None:
+            _, _, _, per_expert, offsets, ranges, overflow = map(address, arrived)
+            kind.settle(
+                recv.data_ptr(), told, self._state.data_ptr(), parts,
+                PlanOutputs(0, 0, per_expert, offsets, ranges, overflow), *where, most, num_rows,
+                spec.expert_alignment,
+            )  # fmt: skip
+        result = Result(
+            rows=out.x.data_ptr(),
+            scales=address(out.scales),
+            expert_ids=arrived.topk_idx.data_ptr(),
+            picks=placement.picks.data_ptr(),
+            weights=arrived.weights.data_ptr(),
+            source=arrived.source.data_ptr(),
+            arrivals=placement.gather.data_ptr(),
+            slots=placement.slots.data_ptr(),
+        )
+        per_expert = arrived.tokens_per_expert.data_ptr()
+        kind.place(recv.data_ptr(), told, parts, result, per_expert, *where, came, most, num_rows)
+        return out, placement, arrived
+
+    def gather(self, row: RowFormat, recv: Tensor, gather: Tensor | None) -> Payload:
+        """Rows of a cached dispatch in their order; None: as they came."""
+        key = ("gather", row, gather is None)
+        if (launch := self._kinds.get(key)) is None:
+            by_expert, constants = gather is not None, constants_of(row)
+            k = place.arrival_config(
+                self.config, constants, 0, by_expert=by_expert, padded=False, exact=False
+            )
+            launch = self._kinds[key] = place.bind_gather(self._bind, self._programs, k)
+        num_rows = recv.shape[0] if gather is None else gather.shape[0]
+        out = self._rows(row, num_rows)
+        result = Result(out.x.data_ptr(), address(out.scales), 0, 0, 0, 0, 0, 0)
+        launch(recv.data_ptr(), address(gather), result, num_rows)
+        return out
+
+    # Sums
+
+    def sum_here(
+        self,
+        row: RowFormat,
+        rows: Tensor,
+        slots: Tensor | None,
+        to: Tensor,
+        *,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+    ) -> None:
+        """Sums of each arrived row's result rows, its ``slots`` (None: rows are as they came)."""
+        rows, width = as_aligned(rows), 0 if slots is None else slots.shape[1]
+        key = ("here", row, width, slots is None, weights is None)
+        if (launch := self._kinds.get(key)) is None:
+            flags = {"by_expert": slots is not None, "weighted": weights is not None}
+            launch = self._kinds[key] = bind_partial(
+                self._bind, self._programs, constants_of(row), row.dtype, width, row.picks, **flags
+            )
+        given = [None if each is None else as_aligned(each) for each in (weights, reduce_weights)]
+        parts = Partials(rows.data_ptr(), address(slots), *map(address, given))
+        launch(parts, to.data_ptr(), to.shape[0])
+
+    def sum_there(
+        self,
+        row: RowFormat,
+        recv: Tensor,
+        returns: Tensor,
+        bias: tuple[Tensor, ...],
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums of what came back, by token, and of the weights behind."""
+        bias, (tokens, width) = tuple(map(as_aligned, bias)), returns.shape
+        dtypes = tuple(term.dtype for term in bias)
+        key = ("there", row, width, dtypes)
+        if (launch := self._kinds.get(key)) is None:
+            constants = constants_of(row)
+            launch = self._kinds[key] = bind_owner(
+                self._bind, self._programs, constants, row.dtype, width, row.picks, dtypes
+            )
+        total = sums_for(self._empty(row.dtype, 0, row.hidden), tokens, out, *bias)
+        reduced = self._empty(torch.float32, tokens, row.picks) if row.weighted else None
+        sums = Sums(*addresses(bias), total.data_ptr(), address(reduced))
+        launch(recv.data_ptr(), returns.data_ptr(), sums, tokens)
+        return total if out is None or total is out else out.copy_(total), reduced
+
+    # Kinds of calls, and memory
+
+    def _kind(
+        self,
+        payload: Payload,
+        ids: torch.dtype,
+        tokens: int,
+        weights: Tensor | None,
+        spec: Spec,
+        mode: Quantize | None,
+    ) -> Kind:
+        x, scales, few = payload.x, payload.scales, tokens <= FEW_TOKENS
+        scaled = None if scales is None else (scales.dtype, scales.shape[1])
+        key = (x.dtype, x.shape[1], scaled, ids, weights is None, spec, mode, few)
+        if (known := self._kinds.get(key)) is None:
+            wide, weighted = ids is torch.int64, weights is not None
+            made = self._make(payload, spec, mode, few=few, weighted=weighted, wide=wide)
+            known = self._kinds[key] = made
+        return known
+
+    def _make(
+        self, payload: Payload, spec: Spec, mode: Quantize | None, *, weighted: bool, **plan: bool
+    ) -> Kind:
+        """Bind the launches of a kind of fresh dispatches."""
+        layout, bind = spec.layout, self._bind
+        plain = row_of(payload, mode)
+        row = replace(plain, picks=self.config.num_topk, routed=True, weighted=weighted)
+        constants = constants_of(row)
+        how = cast_of(constants, mode, payload.x.dtype)
+        leaving = self._plan_config(weighted=weighted, exact=spec.exact or self._headers, **plan)
+        coming = place.arrival_config(
+            self.config,
+            constants,
+            self._words,
+            by_expert=layout is not Layout.FLAT,
+            padded=layout is Layout.EXPERT_PADDED,
+            exact=spec.exact,
+            weighted=weighted,
+        )
+        pack = send.bind_pack(
+            bind, self._programs, leaving, constants, how, self._width, fresh=True
+        )
+        settle = place.bind_count(bind, coming) if coming.counted else None
+        rows = place.bind_place(bind, self._programs, coming)
+        return Kind(row, leaving, coming, send.bind_plan(bind, leaving), pack, settle, rows)
+
+    def _plan_config(
+        self, *, few: bool, weighted: bool = False, wide: bool = True, exact: bool = True
+    ) -> Any:
+        flags = {"weighted": weighted, "wide": wide, "exact": exact}
+        return send.plan_config(self.config, self._words, few=few, **flags)
+
+    def _said_by(self, kind: Kind, fingerprint: Fingerprint) -> Tensor:
+        """Words of a header of any call of this kind, on the device."""
+        if kind.plan not in self._said:
+            words = head.words_of(fingerprint, 0)
+            self._said[kind.plan] = torch.tensor(words, dtype=torch.int64, device=self.device)
+        return self._said[kind.plan]
+
+    def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _rows(self, row: RowFormat, num_rows: int) -> Payload:
+        x, scales = self._empty(row.dtype, num_rows, row.hidden), None
+        if row.scale_words:
+            scales = self._empty(row.scale_dtype, num_rows, row.num_scales)
+        return Payload(x, scales)
+
+    def _results(
+        self, row: RowFormat, spec: Spec, came: int, num_rows: int
+    ) -> tuple[Payload, Placement, Arrived]:
+        """What a fresh dispatch returns. What a layout lacks is empty."""
+        local, topk = self.config.num_local_experts, self.config.num_topk
+        flat, major = spec.layout is Layout.FLAT, spec.layout is Layout.EXPERT_MAJOR
+        longs, ints, floats, empty = torch.int64, torch.int32, torch.float32, self._empty
+        per_row = (num_rows, topk) if flat else (num_rows,)
+        slots = (came, 1 if flat else min(topk, local)) if spec.placed else (0,)
+        ranges = (0,) if flat or major else (local, self.config.world_size, 2)
+        placed = Placement(
+            slots=empty(longs, *slots),
+            picks=empty(longs, *slots),
+            gather=empty(longs, num_rows if spec.placed else 0),
+        )
+        return (
+            self._rows(row, num_rows),
+            placed,
+            Arrived(
+                topk_idx=empty(longs, *per_row) if flat else empty(ints, 0),
+                weights=empty(floats, *per_row) if row.weighted else empty(floats, 0),
+                source=empty(longs, num_rows),
+                tokens_per_expert=empty(ints, local),
+                expert_offsets=empty(ints, local + 1 if major else 0),
+                source_ranges=empty(ints, *ranges),
+                overflow=empty(ints, 0 if spec.capacity is None else 1),
+            ),
+        )
+
+
+def constants_of(row: RowFormat) -> RowConstants:
+    """A row on the wire as kernels see it."""
+    num_bytes = row.payload_bytes
+    bits = 32 if num_bytes % 4 == 0 else 16 if num_bytes % 2 == 0 else 8
+    return RowConstants(
+        hidden=row.hidden,
+        words=num_bytes * 8 // bits,
+        word_bits=bits,
+        scale_words=row.scale_words,
+        metadata_words=1 + row.picks * (1 + row.weighted) if row.routed else 0,
+        slot_bytes=row.row_bytes,
+        scales_at=4 * row.scales_at,
+        metadata_at=4 * row.routing_at,
+    )

@@ -1,0 +1,141 @@
+"""Engine collective on one GPU over NCCL: ``python tests/run.py collective_host [TOKENS ...]``
+(default: 128 4096).
+
+7168 bf16 channels, top-8 of 256 experts, one rank. Of each kind of call it prints launches and host
+waits of one call, as torch.profiler counts them, and the time from the call until the device is
+done: median of 20, by kernels, by torch, and beside them the least that can be done: an all-to-all
+of the rows, a gather of them and a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import tokenyard as ty
+from tokenyard.engines import collective_kernels, group_transport
+from tokenyard.memory.kernel_launch import wait_until
+
+HIDDEN, EXPERTS, TOP, TIMES = 7168, 256, 8, 20
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call, end to end; the median."""
+    seen: list[float] = []
+    for turn in range(TIMES + 3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if turn >= 3:
+            seen.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(seen)
+
+
+def counted(call: Callable[[], Any]) -> tuple[int, int, list[str]]:
+    """Launches of one call, times that the host waits for the device, and what was launched."""
+    polled: list[int] = []
+
+    def noted(*args: Any) -> bool:
+        polled.append(1)
+        return wait_until(*args)
+
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with (
+        mock.patch.object(group_transport, "wait_until", noted),
+        profile(activities=activities) as seen,
+    ):
+        call()
+    events = list(seen.events() or ())
+    waits = sum(event.name in WAITS for event in events)
+    launched = [event.name for event in events if str(event.device_type).endswith("CUDA")]
+    names = [name for name in launched if not name.startswith(("tokenyard.", "nccl:"))]
+    return len(names), waits + len(polled), names
+
+
+def baselines(tokens: int) -> dict[str, Callable[[], Any]]:
+    """All-to-all of the rows, a gather and a copy."""
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    order = torch.arange(tokens, device="cuda")
+    packed, moved, placed = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+
+    def both() -> None:
+        torch.index_select(x, 0, order, out=packed)
+        dist.all_to_all_single(moved, packed)
+        placed.copy_(moved)
+
+    return {"all-to-all + gather + copy": both}
+
+
+def calls(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
+    """Kinds of calls by name."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    picks = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP).indices
+    weights = torch.rand(tokens, TOP, device="cuda")
+    flat = ep.dispatch(x, picks, weights)
+    major = ep.dispatch(x, picks, weights, layout=ty.Layout.EXPERT_MAJOR)
+    return {
+        "fresh FLAT": lambda: ep.dispatch(x, picks, weights),
+        "fresh FLAT static": lambda: ep.dispatch(x, picks, weights, exact=False),
+        "fresh FLAT fp8": lambda: ep.dispatch(x, picks, weights, quantize=ty.Quantize.FP8),
+        "fresh EXPERT_MAJOR": lambda: ep.dispatch(x, picks, weights, layout=ty.Layout.EXPERT_MAJOR),
+        "cached FLAT": lambda: ep.dispatch(x, handle=flat.handle),
+        "combine FLAT": lambda: ep.combine(flat.x, flat.handle),
+        "combine EXPERT_MAJOR": lambda: ep.combine(major.x, major.handle),
+    }
+
+
+def report(tokens: int) -> None:
+    """The table for so many tokens."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
+    options: dict[str, Any] = {"engine": "collective", "device": device}
+    options |= {"max_tokens_per_rank": tokens, **sizes}
+    rows: dict[str, list[str]] = {}
+    for way in (True, False):
+        collective_kernels.ON_GPUS = way
+        with ty.ExpertParallel(dist.group.WORLD, **options) as ep, torch.no_grad():
+            if way:
+                print(f"{tokens} tokens; {ep.why}")
+            for name, call in calls(ep, tokens).items():
+                took = microseconds(call)
+                launches, waits, names = counted(call)
+                rows.setdefault(name, []).append(f"{took:9.1f} us {launches:4} {waits:3}")
+                if way and name in ("fresh FLAT", "combine FLAT"):
+                    print(f"  {name} launches: {', '.join(each[:40] for each in names)}")
+    print(f"  {'':26} {'kernels: time, launches, waits':>32} {'torch':>24}")
+    for name, both in rows.items():
+        print(f"  {name:26} {both[0]:>32} {both[1]:>24}")
+    for name, call in baselines(tokens).items():
+        print(f"  {name:26} {microseconds(call):20.1f} us")
+
+
+def main(sizes: list[int]) -> None:
+    """Alone in a group."""
+    if not torch.cuda.is_available():
+        sys.exit("collective_host needs a CUDA device, and there is none")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        for tokens in sizes:
+            report(tokens)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]] or [128, 4096])
