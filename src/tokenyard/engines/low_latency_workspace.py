@@ -38,6 +38,7 @@ class LowLatencyTuning:
     pieces: int = 1  # of a row that a dispatch sends, each by a program of its own: 1 or 2
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
+    once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
 
 
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
@@ -62,9 +63,31 @@ def metadata_words(num_topk: int, far: bool) -> int:
     return -(-(3 * num_topk + far) // 4) * 4
 
 
-def kept_words(num_topk: int, spec: Spec) -> int:
-    """int32 words behind a sum that say which picks it has: with a capacity, some have no place."""
-    return 0 if spec.capacity is None else -(-num_topk // 4) * 4
+def kept_words(num_topk: int, spec: Spec, mixed: bool) -> int:
+    """int32 words behind a sum that say which picks it has: with a capacity, some have no place;
+    ``mixed`` ones are of several ranks."""
+    return 0 if spec.capacity is None and not mixed else -(-num_topk // 4) * 4
+
+
+NIC_GBS, HOP_US = 50.0, 3.0
+"""Of a rank's NIC, and of a store and a flag inside a node: nominal, to choose by."""
+
+
+def crosses_once(config: Config) -> bool:
+    """Whether a full call of ``config`` is faster if tokens cross once per node: by bytes of rows
+    on the NIC, if picks fall on any experts, against a hop each way."""
+    grid = config.topology
+    if grid is None or not grid.has_levels:
+        return False
+    nodes, ranks = grid.num_nodes, grid.world_size
+
+    def met(places: int, near: int) -> float:
+        """How many of ``places`` a token goes to, but for those that are ``near``."""
+        return (places - near) * (1 - (1 - 1 / places) ** config.num_topk)
+
+    saved = met(ranks, grid.ranks_per_node) - met(nodes, 1)
+    num_bytes = config.max_tokens_per_rank * saved * 2 * config.hidden
+    return num_bytes / (NIC_GBS * 1e3) > HOP_US
 
 
 def _default_slot(config: Config, far: bool) -> int:
@@ -82,6 +105,7 @@ class Workspace:
 
     Attributes:
         far: whether some pair of ranks may do without mapped memory: those of two nodes.
+        per_node: ranks of a node, if tokens cross once per node; else 0.
 
     Args:
         buffer_bytes: symmetric memory of this rank; None: what rows of 2 bytes per channel need.
@@ -108,6 +132,8 @@ class Workspace:
         grid, forced = config.topology, puts_are_forced()
         several = grid is not None and grid.num_nodes > 1
         self.far = several and (forced or memory.ranks_per_node > 0)
+        levels = grid is not None and grid.has_levels and self.far and tuning.once_per_node
+        self.per_node = grid.ranks_per_node if grid is not None and levels else 0
         least = slot_bytes = _default_slot(config, self.far)
         if buffer_bytes is not None:
             free = buffer_bytes - self.bytes_for(0)
@@ -128,17 +154,24 @@ class Workspace:
         if grid is not None and self.far:
             home, mapped = grid.node_of(config.rank), host_ints(self.region.addresses)
             far = [
-                grid.node_of(peer) != home and (forced or not at) for peer, at in enumerate(mapped)
+                grid.node_of(peer) != home and bool(forced or self.per_node or not at)
+                for peer, at in enumerate(mapped)
             ]
         # without far ranks kernels leave all that out, though there is memory for it
         sized, network = (config, tuning.programs, tuning.shares), memory.ranks_per_node > 0
-        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network and any(far))
+        network = network and any(far)
+        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network, self.per_node)
         parts = memory_map.state_parts(*sized, any(far))
         state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         if any(far):
             at = self.sizes.state.far
             state[at : at + ranks] = torch.tensor(far)
+        if (
+            self.per_node
+        ):  # the first call is 2: heartbeats, which are 0, are not of the call before
+            at = self.sizes.state.epochs
+            state[at : at + tuning.programs] = 1
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
