@@ -19,7 +19,7 @@ from tokenyard.arguments import (
 )
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
-from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.select import Request, choose
 from tokenyard.errors import NotSupported
@@ -121,7 +121,7 @@ class ExpertParallel(Recoverable):
             if engine not in ENGINES:
                 known = ", ".join(map(repr, ENGINES))
                 raise ValueError(f"engine ({engine!r}) must be one of {known}")
-            check_once(once_per_node, engine)
+            check_once(once_per_node, engine, LOW_LATENCY)
             where = None if device is None else check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:

@@ -160,9 +160,10 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
 
 def rehearsal(seed: int, part: str = "rings") -> Scenario:
     """Two ranks whose calls follow each other closely, with other picks and weights each time.
-    ``part`` "far": through the simulated network."""
+    ``part`` "far": through the simulated network; "rail": four, whose rows cross once per node."""
+    size = 4 if part == "rail" else 2
     case = Case(
-        2,
+        size,
         num_tokens=3,
         num_topk=2,
         num_experts=4,
@@ -186,6 +187,14 @@ def rehearsal(seed: int, part: str = "rings") -> Scenario:
         for i, (name, each) in enumerate(zip(names, ways, strict=True))
     )
     scenario = Scenario(
-        world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds
+        world_size=size,
+        num_experts=4,
+        num_topk=2,
+        max_tokens=3,
+        hidden=40,
+        programs=size + 1,
+        rounds=rounds,
     )
+    if part == "rail":
+        return replace(scenario, per_node=2, once=True, rounds=rounds[:4])
     return replace(scenario, per_node=1) if part == "far" else scenario

@@ -203,8 +203,8 @@ def sum_up(
 
 
 def seen_by(mine: RankRun, dead: int | None) -> list[bool]:
-    """Who is surely there, as far as ``mine`` knows. If rows cross once per node, a rail may know of
-    a rank that is ``dead`` what the others have still to learn."""
+    """Who is surely there, as far as ``mine`` knows. If rows cross once per node, a rail may know
+    that a rank is ``dead`` before others do."""
     active = mine.engine.active_ranks()
     if mine.tree and dead is not None:
         active[dead] = False
@@ -389,7 +389,7 @@ def late_and_back(
         meet(mine.ranks, "go on")
         live(mine, scenario, seed, range(2, 4))
 
-    return play(scenario, body, seed)[0]
+    return play(scenario, body, seed, max_steps=2 * MOST_STEPS)[0]
 
 
 def refusal(

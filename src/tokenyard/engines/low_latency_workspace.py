@@ -5,7 +5,7 @@ and the words that kernels and host share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,20 @@ def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLate
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= programs - num_ranks)
     pieces = min(parts, memory_map.PIECES)
     return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
+
+
+def tuned_for(
+    config: Config, num_sms: int, once: bool | None, memory: SymmetricMemory
+) -> tuple[LowLatencyTuning, str]:
+    """The tuning of an object, and what there is to say of how rows cross. ``once``: asked for, if
+    at all."""
+    tuning = low_latency_tuning(num_sms, config.world_size, config.max_tokens_per_rank)
+    grid = config.topology
+    if grid is None or not grid.has_levels or not (memory.ranks_per_node or puts_are_forced()):
+        return tuning, ""
+    tuning = replace(tuning, once_per_node=crosses_once(config) if once is None else once)
+    per = "node: sums are by rank, then by node" if tuning.once_per_node else "rank"
+    return tuning, f"; {grid} nodes and ranks: rows cross once per {per}"
 
 
 def metadata_words(num_topk: int, far: bool) -> int:
@@ -150,13 +164,7 @@ class Workspace:
         check_symmetric(self.num_bytes, memory.device, cause)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        far = [False] * ranks
-        if grid is not None and self.far:
-            home, mapped = grid.node_of(config.rank), host_ints(self.region.addresses)
-            far = [
-                grid.node_of(peer) != home and bool(forced or self.per_node or not at)
-                for peer, at in enumerate(mapped)
-            ]
+        far = self._far_ranks(forced)
         # without far ranks kernels leave all that out, though there is memory for it
         sized, network = (config, tuning.programs, tuning.shares), memory.ranks_per_node > 0
         network = network and any(far)
@@ -179,6 +187,17 @@ class Workspace:
         self.state.copy_(state)  # waits for both
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
+
+    def _far_ranks(self, forced: bool) -> list[bool]:
+        """Which ranks get puts: of other nodes, those that are not mapped, or all."""
+        grid, config, mapped = self.config.topology, self.config, host_ints(self.region.addresses)
+        if grid is None or not self.far:
+            return [False] * config.world_size
+        home = grid.node_of(config.rank)
+        return [
+            grid.node_of(peer) != home and bool(forced or self.per_node or not at)
+            for peer, at in enumerate(mapped)
+        ]
 
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from textwrap import shorten
 from typing import NamedTuple, TypeAlias
@@ -170,18 +169,12 @@ def _on_kernels(
     num_sms, all_sms = request.sms(most_sms)
     if request.engine == LOW_LATENCY:
         from tokenyard.engines.low_latency import LowLatencyEngine
-        from tokenyard.engines.low_latency_workspace import crosses_once, low_latency_tuning
-        from tokenyard.memory.nvshmem import puts_are_forced
+        from tokenyard.engines.low_latency_workspace import tuned_for
 
-        tuned = low_latency_tuning(num_sms, config.world_size, config.max_tokens_per_rank)
-        once, grid = request.once_per_node, config.topology
-        tuned = replace(tuned, once_per_node=crosses_once(config) if once is None else once)
-        if grid is not None and grid.has_levels and (puts_are_forced() or memory.ranks_per_node):
-            per = "node: sums are by rank, then by node" if tuned.once_per_node else "rank"
-            why = f"{why}; {grid} nodes and ranks: rows cross once per {per}"
+        tuned, crossing = tuned_for(config, num_sms, request.once_per_node, memory)
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
-        return Choice(make, memory.device, f"low_latency: {why}")
+        return Choice(make, memory.device, f"low_latency: {why}{crossing}")
     from tokenyard.engines.nvlink import NvlinkEngine
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, Tuning, nvlink_tuning
     from tokenyard.engines.twolevel import TwolevelEngine

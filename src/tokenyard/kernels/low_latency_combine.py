@@ -177,6 +177,16 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
             count_packed(call.state, ROWS, s, came, sizes)
 
 
+@triton.jit
+def _send_in_node(sent, s, t, call, k: tl.constexpr):
+    """The same where rows cross once per node, but for ranks on my rail: these get the node's
+    sums, later."""
+    if is_handed_on(s, call, k.sizes):
+        hand_back(sent, s, t, call, k)
+    elif s // k.sizes.per_node == call.rank // k.sizes.per_node:
+        _send_sum(sent, s, t, call, k)
+
+
 # Receive
 
 
@@ -316,11 +326,7 @@ def low_combine_kernel(
                     put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
         for u in range(pid, R * M, P):
             if sizes.per_node:
-                s = (u // M + me) % R
-                if is_handed_on(s, call, sizes):
-                    hand_back(sent, s, u % M, call, k)
-                elif s // sizes.per_node == me // sizes.per_node:
-                    _send_sum(sent, s, u % M, call, k)
+                _send_in_node(sent, (u // M + me) % R, u % M, call, k)
             else:
                 _send_sum(sent, (u // M + me) % R, u % M, call, k)
         if sizes.far:

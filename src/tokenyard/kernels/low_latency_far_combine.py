@@ -26,15 +26,17 @@ def stage_weights(sent, t, word, owner, call, sizes: tl.constexpr):
     """Pack the weights of this rank's token ``t``, the words ``word [topk_bins]``, for the far
     ranks of its picks ``owner [topk_bins]``."""
     pick = tl.arange(0, sizes.topk_bins)
-    mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
     if sizes.per_node:  # for all ranks of a node, by the numbers of its rail
-        r = tl.arange(0, sizes.rank_bins)
-        via, owner = via_of(r, call.rank, sizes), via_of(owner, call.rank, sizes)
+        r, owner = tl.arange(0, sizes.rank_bins), via_of(owner, call.rank, sizes)
+        via = via_of(r, call.rank, sizes)
         chosen = tl.max((owner[None, :] == via[:, None]).to(tl.int32), axis=1) > 0
-        number, owner, goes = of_ranks(number, owner, via), r, is_far(call.state, r, sizes) & chosen
+        goes = are_active(call.active, r, is_far(call.state, r, sizes) & chosen)
+        mine = peer_base(call.regions, call.rank)
+        number, owner = of_ranks(numbers(sent.slots, t, sizes), owner, via), r
     else:
         goes = is_far(call.state, owner, sizes) & (owner >= 0)
-    goes = are_active(call.active, owner, goes)
+        goes = are_active(call.active, owner, goes)
+        mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
     to = weights_out_of(mine, call.parity, owner, number, sizes)[:, None] + pick[None, :]
     everywhere = word[None, :] + (owner * 0).to(tl.int64)[:, None]
     tl.store(to, everywhere, mask=goes[:, None] & (pick < sizes.topk)[None, :])

@@ -88,19 +88,19 @@ def _put_nothing(to, call, sizes: tl.constexpr):
     put_far(call, to, there, weights, rest + 8 * N, arrival, none, sizes)
     if sizes.per_node:
         if takes_rows(to, call, sizes):
-            _put_no_rows(to, call, sizes)
+            _put_no_rows(to, mine, none, rest, call, sizes)
     else:
-        _put_no_rows(to, call, sizes)
+        _put_no_rows(to, mine, none, rest, call, sizes)
 
 
 @triton.jit
-def _put_no_rows(to, call, sizes: tl.constexpr):
+def _put_no_rows(to, mine, none, rest, call, sizes: tl.constexpr):
     """Word to far rank ``to`` that there are no rows and no sums."""
-    mine, none = peer_base(call.regions, call.rank), with_call(call.number, (to * 0).to(tl.int64))
-    arrival = arrival_of(mine, call.parity, call.rank, ROWS, sizes)
-    put_far(call, to, arrival, arrival, to * 0, arrival, none, sizes)
-    flag = flag_of(mine, call.parity, call.rank, 0, sizes)
-    put_far(call, to, flag, flag, to * 0, flag, 2 * call.number, sizes)
+    number, parity, me = call.number, call.parity, call.rank
+    arrival = arrival_of(mine, parity, me, ROWS, sizes)
+    put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
+    flag = flag_of(mine, parity, me, 0, sizes)
+    put_far(call, to, flag, flag, rest, flag, 2 * number, sizes)
 
 
 @triton.jit(repr=shown_as("low_latency::refuse"))
