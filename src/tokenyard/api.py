@@ -10,10 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import checks
-from tokenyard.arguments import check_device, check_optional, check_sizes, check_timeout
+from tokenyard.arguments import (
+    check_device,
+    check_once,
+    check_optional,
+    check_sizes,
+    check_timeout,
+)
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
-from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.select import Request, choose
 from tokenyard.errors import NotSupported
@@ -68,6 +74,8 @@ class ExpertParallel(Recoverable):
             gloo any.
         topology: ``(num_nodes, ranks_per_node)``, nodes of consecutive ranks. Default: by host
             (``docs/reference/semantics.md``, Nodes).
+        once_per_node: engine low_latency between nodes: whether a token crosses once per node, or
+            per rank (``docs/reference/low_latency.md``). Default: what promises to be faster.
 
     Attributes:
         engine, why: the engine chosen, and the reason in one sentence.
@@ -98,6 +106,7 @@ class ExpertParallel(Recoverable):
         timeout: float = 30.0,
         device: torch.device | str | None = None,
         topology: Topology | tuple[int, int] | None = None,
+        once_per_node: bool | None = None,
     ) -> None:
         self.group = check_group(group)
         self.rank, self.world_size = place_in(self.group)
@@ -114,6 +123,7 @@ class ExpertParallel(Recoverable):
             if engine not in ENGINES:
                 known = ", ".join(map(repr, ENGINES))
                 raise ValueError(f"engine ({engine!r}) must be one of {known}")
+            check_once(once_per_node, engine, LOW_LATENCY)
             where = None if device is None else check_device(device)
             grid = check_topology(topology, self.world_size)
         except ValueError as error:
@@ -121,6 +131,7 @@ class ExpertParallel(Recoverable):
         hosts = [this_host()]
         if store is not None:
             same = {**sizes, **optional, "engine": engine, "topology": str(grid)}
+            same["once_per_node"] = str(once_per_node)
             place, why = (self.rank, self.world_size), str(refusal or "")
             store, hosts = agree(store, *place, same, why, timeout, hosts[0])
         if refusal is not None:
@@ -128,7 +139,7 @@ class ExpertParallel(Recoverable):
         self.topology, no_grid = settle_topology(grid, hosts)
         sizes |= {"rank": self.rank, "world_size": self.world_size}
         self.config = Config(**sizes, timeout=timeout, topology=self.topology, absent=())
-        request = Request(engine, where, **optional, no_grid=no_grid)
+        request = Request(engine, where, **optional, once_per_node=once_per_node, no_grid=no_grid)
         self._stats = Stats.zeros(self.rank, self.world_size, node_numbers(self.topology, hosts))
         self._store = store
         choice = choose(self.group, store, self.config, request)

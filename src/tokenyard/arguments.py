@@ -121,3 +121,15 @@ def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
     return sizes | {
         name: check_whole(name, value, 1, MOST_BYTES, ", or None") for name, value in given.items()
     }
+
+
+def check_once(once_per_node: Any, engine: str, only: str) -> None:
+    """Raise ValueError unless ``once_per_node`` is None, or a bool and ``engine`` the ``only`` one
+    that knows it."""
+    if once_per_node is not None and not isinstance(once_per_node, bool):
+        raise ValueError(f"once_per_node ({once_per_node!r}) must be True, False or None")
+    if once_per_node is not None and engine != only:
+        raise ValueError(
+            f"once_per_node ({once_per_node}) belongs to engine {only!r}, not {engine!r}: leave it "
+            "out"
+        )

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -59,10 +60,14 @@ class Small(Recorder):
 
 
 def record(
-    tokens: int = TOKENS, grid: Topology | None = None, *, network: bool = False
+    tokens: int = TOKENS,
+    grid: Topology | None = None,
+    *,
+    network: bool = False,
+    once: bool = False,
 ) -> tuple[dict[str, Launch], int]:
     """All launches of the engine by label, and the bytes of symmetric memory. ``grid``: ranks of
-    other nodes are far, and ``network``: reached by NVSHMEM.
+    other nodes are far, and ``network``: reached by NVSHMEM; ``once``: rows cross once per node.
     """
     memory = Small()
     memory.label = "refuse"
@@ -77,9 +82,8 @@ def record(
         timeout=5.0,
         topology=grid,
     )
-    engine = LowLatencyEngine(
-        config, memory, Stats.zeros(0, RANKS), low_latency_tuning(SMS, RANKS, tokens), None
-    )
+    tuning = replace(low_latency_tuning(SMS, RANKS, tokens), once_per_node=once)
+    engine = LowLatencyEngine(config, memory, Stats.zeros(0, RANKS), tuning, None)
     x, idx = torch.empty(1, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, TOP, dtype=torch.int64)
     weights, waits = torch.zeros(1, TOP), torch.zeros(RANKS, dtype=torch.int64)
     timed = CallOptions(waits=waits)
@@ -153,8 +157,16 @@ if __name__ == "__main__":
     ]
     with mock.patch.dict(os.environ, {PUTS_VARIABLE: "1"}):
         far, far_bytes = record(grid=GRID)
+        once = record(grid=GRID, once=True)[0]
     through = record(grid=GRID, network=True)[0]
-    for kind, found in (("between nodes", far), ("network", through)):
+    both = record(grid=GRID, network=True, once=True)[0]
+    kinds = {
+        "between nodes": far,
+        "once per node": once,
+        "network": through,
+        "once per node, network": both,
+    }
+    for kind, found in kinds.items():
         nvlink_compile.LAUNCHES += [
             (f"{name}, {kind}", each) for name, each in found.items() if FAR.search(name)
         ]

@@ -18,6 +18,8 @@ SPILLS = {
     "low_dispatch_kernel None": 2,
     "low_dispatch_kernel None, between nodes": 25,
     "low_dispatch_kernel FP8, between nodes": 20,
+    "low_dispatch_kernel None, once per node": 11,
+    "low_dispatch_kernel FP8, once per node": 6,
 }
 """Most local loads and stores where there may be some."""
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -65,14 +65,15 @@ def _forced() -> AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, {PUTS_VARIABLE: "1"})
 
 
-def of_grid(grid: Grid) -> Any:
-    """Makes cases on the grid, whose sums are by rank."""
+def of_grid(grid: Grid, once: bool = False) -> Any:
+    """Makes cases on the grid, whose sums are by rank, or (``once`` per node) by node too."""
 
     def make(case: Case, ranks: Ranks, **options: object) -> ty.ExpertParallel:
         with _forced() if DEVICE == "cuda" else nullcontext():  # threads share the environment
-            return Case.make(case, ranks, **options)
+            return Case.make(case, ranks, once_per_node=once, **options)
 
-    return type("OnGrid", (Case,), {"topology": grid, "ranks_per_node": None, "make": make})
+    tree = grid[1] if once else None
+    return type("OnGrid", (Case,), {"topology": grid, "ranks_per_node": tree, "make": make})
 
 
 def case_on(ranks: Ranks, grid: Grid, **options: Any) -> Case:
@@ -90,6 +91,8 @@ def everything_on(grid: Grid) -> AbstractContextManager[Any]:
     stack.enter_context(_forced())
     stack.enter_context(on_grid(*grid))
     stack.enter_context(mock.patch.object(Case, "ranks_per_node", None))
+    make = partialmethod(Case.make, once_per_node=False)
+    stack.enter_context(mock.patch.object(Case, "make", make))
     return stack
 
 
@@ -137,26 +140,30 @@ KNOWN = threading.Lock()
 
 
 @lru_cache(maxsize=len(ROUTINGS))
-def known(grid: Grid, routing: str) -> tuple[Case, list[torch.Tensor]]:
+def known(grid: Grid, routing: str, once: bool) -> tuple[Case, list[torch.Tensor]]:
     """A case, and what experts return that change nothing."""
     sizes = DECODE if grid in DECODED and DEVICE != "simulated" else SMALL
     options = {"layout": PADDED, "exact": False, "routing": routing, **sizes}
-    case = of_grid(grid)(grid[0] * grid[1], **options)
+    case = of_grid(grid, once)(grid[0] * grid[1], **options)
     return case, [each.x.bfloat16() for each in case.expected]
 
 
+@pytest.mark.parametrize("once", [False, True], ids=["per rank", "per node"])
 @grids
 @on_ranks
-def test_a_life(ranks: Ranks, grid: Grid) -> None:
+def test_a_life(ranks: Ranks, grid: Grid, once: bool) -> None:
     """Calls in one launch and in two, casts, weights of the owner, lost weights, and ranks left out
-    by hand, near ones and far ones.
+    by hand, near ones and far ones. Rows cross ``once`` per node, or per rank.
     """
     case_on(ranks, grid)
-    rank, size = ranks.rank, ranks.world_size
+    rank, size, per_node = ranks.rank, ranks.world_size, grid[1]
     nobody = [set[int]()] * size
     gone = [{size - 1} if owner < size - 1 else set(range(size - 1)) for owner in range(size)]
+    last = set(range(size - per_node, size))  # the node without a rail for those on it
+    railed = {peer for peer in set(range(size)) - last if once and (peer + 1) % per_node == 0}
+    silent = [last if owner in railed else gone[owner] for owner in range(size)]
     with KNOWN:  # threads share what takes time and memory
-        cases = [known(grid, routing) for routing in ROUTINGS]
+        cases = [known(grid, routing, once) for routing in ROUTINGS]
     with cases[0][0].make(ranks, num_sms=NUM_SMS) as ep:
 
         def back(recv: ty.Received, at: int, absent: list[set[int]], in_two: bool) -> None:
@@ -164,7 +171,8 @@ def test_a_life(ranks: Ranks, grid: Grid) -> None:
             valid = (recv.source >= 0).unsqueeze(-1)
             mine = torch.where(valid, recv.x.bfloat16(), torch.nan)
             for way in bodies.ways_of(case)[2 if in_two else 0 :: 2]:
-                sums = reference.combine(rows, case.expected, owners=[rank], absent=absent, **way)
+                tree = {"ranks_per_node": case.ranks_per_node, "owners": [rank], "absent": absent}
+                sums = reference.combine(rows, case.expected, **tree, **way)
                 bodies.check_lost(ranks, ep, recv, mine, case, way, sums[0], in_two=in_two)
 
         for at, two in enumerate(ROUTINGS.values()):
@@ -176,14 +184,14 @@ def test_a_life(ranks: Ranks, grid: Grid) -> None:
             back(recv, at, nobody, in_two)
         for peer in gone[rank]:
             ep.mask(peer)
-        back(recv, at, gone, False)
+        back(recv, at, silent, False)
         recv = dispatch(ranks, ep, cases[0][0])
         got, want = (
             {source >> 32 for source in each.source.flatten().tolist() if source >= 0}
             for each in (recv, cases[0][0].expected[rank])
         )
-        assert got == want - gone[rank]
-        back(recv, 0, gone, False)
+        assert got == want - gone[rank] - (railed if rank in last else set())
+        back(recv, 0, silent, False)
         assert ep.active_ranks == [peer not in gone[rank] for peer in range(size)]
         ep.check()
 

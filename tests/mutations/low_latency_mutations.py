@@ -23,6 +23,11 @@ def _far(kind: str, *edits: Edit, **options: Any) -> Mutation:
     return _mutation(kind, *edits, part="far", **options)
 
 
+def _rail(kind: str, *edits: Edit) -> Mutation:
+    """Rows cross once per node."""
+    return _mutation(kind, *edits, part="rail")
+
+
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
     return _mutation(kind, change(pattern, inside, **changes))
 
@@ -54,7 +59,7 @@ PUBLISHED = {
         "release", "tl.atomic_max(..., scope=all_)", "send_sum", all_=WHOLE_GPU
     ),
     "combine: flag before the sum": _mutation(
-        "flag before data", move(_SUM_FLAG, "for _ in range(0, _, _): ...", "send_sum", along=True)
+        "flag before data", move(_SUM_FLAG, "sum_rows(...)", "send_sum", along=True)
     ),
     "table: no barrier before READY": _mutation("barrier", drop_barrier("lead", before=_READY)),
     "table: READY without order": _instead(
@@ -193,7 +198,31 @@ FAR = {
 }
 """Of puts; the verb's own are in ``twolevel_mutations.py``."""
 
-MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT, **FAR}
+RAIL = {
+    "rail: last row not handed on": _rail(
+        "last token", shorten("hand_on(...)", "low_dispatch_kernel")
+    ),
+    "rail: last sum of a node dropped": _rail(
+        "last token", shorten("sum_of_node(...)", "low_combine_kernel")
+    ),
+    "rail: row handed on without barrier": _rail("barrier", drop_barrier("hand_on", before=_FLAG)),
+    "rail: row handed on without order": _rail(
+        "release", change("tl.atomic_max(..., sem=sem_)", "hand_on", sem_=RELAXED)
+    ),
+    "rail: sum handed back without order": _rail(
+        "release", change("tl.atomic_max(..., sem=sem_)", "hand_back", sem_=RELAXED)
+    ),
+    "rail: neighbours not waited for": _rail(
+        "wrong epoch",
+        change("wait_flags(..., want=want_)", "add_neighbours", want_="want_ - 4"),
+        rewrite(
+            "look(flags_, got_) == want_ + 1", "look(flags_, got_) >= want_ - 3", "add_neighbours"
+        ),
+    ),
+}
+"""Of rows that cross once per node."""
+
+MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT, **FAR, **RAIL}
 """By name."""
 
 TORN = _mutation(

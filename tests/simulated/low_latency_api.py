@@ -13,9 +13,10 @@ import torch
 
 import low_latency_bodies as bodies
 import tokenyard as ty
-from cases import Case, on_grid
+from cases import Case, check_combined, check_received, dispatch, on_grid, rows_to_combine
 from low_latency_bodies import ENGINE, MAJOR, static
 from low_latency_failures import meet
+from tokenyard import reference
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
@@ -100,6 +101,29 @@ def back_before_the_combine(seed: int) -> None:
         assert ep.active_ranks == [True, True]
 
     simulate(2, body, seed=seed)
+
+
+def chosen(once: bool | None, hidden: int) -> str:
+    """What an object on 2 nodes of 2 ranks says of how rows cross; a dispatch and its combine are
+    as it says."""
+    case = static(4, hidden=hidden, num_tokens=3)
+    said: set[str] = set()
+
+    def body(here: SimulatedRank) -> None:
+        ranks = Ranks(here.rank, 4, here.device, ENGINE, SimulatedGroup(here))
+        with case.make(ranks, num_sms=NUM_SMS, once_per_node=once) as ep:
+            said.add(ep.why.split("; ")[-1])
+            recv = dispatch(ranks, ep, case)
+            check_received(recv, case, here.rank)
+            tree = 2 if "node:" in ep.why else None
+            want = reference.combine(case.expert_rows, case.expected, ranks_per_node=tree)
+            got = ep.combine(rows_to_combine(recv, case, here.rank), recv.handle)
+            check_combined(got, case, here.rank, want[here.rank].x)
+
+    with on_grid(2, 2), mock.patch.dict(os.environ, {PUTS_VARIABLE: "1"}):
+        simulate(4, body, seed=1)
+    [one] = said
+    return one
 
 
 def no_experts(seed: int) -> None:

@@ -50,6 +50,8 @@ class Scenario:
     """Ranks of a node, if those of other nodes are far; 0: none are."""
     network: bool = True
     """Puts go through the simulated network; else through pointers."""
+    once: bool = False
+    """Rows cross once per node."""
 
     @property
     def tuning(self) -> LowLatencyTuning:
@@ -63,7 +65,13 @@ class Scenario:
             added_channels=64,
             pieces=self.pieces,
             shares=most,
+            once_per_node=self.once,
         )
+
+    @property
+    def tree(self) -> int | None:
+        """Ranks of a node in the tree of sums; None: one level."""
+        return self.per_node if self.once else None
 
     @property
     def buffer_bytes(self) -> int:
@@ -116,10 +124,12 @@ def draw(world_size: int, seed: int) -> Scenario:
     return replace(scenario, rounds=tuple(rounds))
 
 
-def between_nodes(nodes: int, per_node: int, seed: int) -> Scenario:
+def between_nodes(nodes: int, per_node: int, seed: int, once: bool = False) -> Scenario:
     """The scenario of a seed where ranks of other nodes are far. Every third puts through
-    pointers."""
-    return replace(draw(nodes * per_node, seed), per_node=per_node, network=seed % 3 != 2)
+    pointers. ``once``: rows cross once per node."""
+    return replace(
+        draw(nodes * per_node, seed), per_node=per_node, network=seed % 3 != 2, once=once
+    )
 
 
 def _round(scenario: Scenario, random: Random, seed: int) -> Round:
@@ -150,9 +160,10 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
 
 def rehearsal(seed: int, part: str = "rings") -> Scenario:
     """Two ranks whose calls follow each other closely, with other picks and weights each time.
-    ``part`` "far": through the simulated network."""
+    ``part`` "far": through the simulated network; "rail": four, whose rows cross once per node."""
+    size = 4 if part == "rail" else 2
     case = Case(
-        2,
+        size,
         num_tokens=3,
         num_topk=2,
         num_experts=4,
@@ -176,6 +187,14 @@ def rehearsal(seed: int, part: str = "rings") -> Scenario:
         for i, (name, each) in enumerate(zip(names, ways, strict=True))
     )
     scenario = Scenario(
-        world_size=2, num_experts=4, num_topk=2, max_tokens=3, hidden=40, programs=3, rounds=rounds
+        world_size=size,
+        num_experts=4,
+        num_topk=2,
+        max_tokens=3,
+        hidden=40,
+        programs=size + 1,
+        rounds=rounds,
     )
+    if part == "rail":
+        return replace(scenario, per_node=2, once=True, rounds=rounds[:4])
     return replace(scenario, per_node=1) if part == "far" else scenario

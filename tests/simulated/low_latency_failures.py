@@ -32,8 +32,8 @@ CALLS = 4
 """Dispatches of a life, a combine behind each."""
 
 
-def life(world_size: int, seed: int, per_node: int = 0) -> Scenario:
-    """What the object is made for; :func:`case_of` says what it does. ``per_node``: see
+def life(world_size: int, seed: int, per_node: int = 0, once: bool = False) -> Scenario:
+    """What the object is made for; :func:`case_of` says what it does. ``per_node``, ``once``: see
     :class:`Scenario`."""
     return Scenario(
         world_size=world_size,
@@ -45,7 +45,23 @@ def life(world_size: int, seed: int, per_node: int = 0) -> Scenario:
         rounds=(),
         per_node=per_node,
         network=seed % 4 != 3,
+        once=once,
     )
+
+
+def coming(
+    rank: int, active: Sequence[bool], tree: int | None, *, back: bool = False
+) -> list[bool]:
+    """Of which ranks ``rank`` gets rows (``back``: sums), if those ``active`` are there: not of
+    those whose rail is not."""
+    if tree is None:
+        return list(active)
+
+    def rail(peer: int) -> int:
+        near, far = (peer, rank) if back else (rank, peer)
+        return near // tree * tree + far % tree if peer // tree != rank // tree else peer
+
+    return [here and active[rail(peer)] for peer, here in enumerate(active)]
 
 
 def case_of(scenario: Scenario, seed: int, call: int) -> Case:
@@ -125,10 +141,13 @@ def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def sums_of(case: Case, way: str, present: tuple[int, ...]) -> list[reference.ReferenceCombined]:
+def sums_of(
+    case: Case, way: str, present: tuple[int, ...], tree: int | None = None
+) -> list[reference.ReferenceCombined]:
     """The oracle's sums if only those of the ranks ``present`` come."""
     absent = [set(range(case.world_size)) - set(present)] * case.world_size
     options: dict[str, Any] = {} if way == "plain" else {"weighted": True}
+    options["ranks_per_node"] = tree
     if way == "weighted by the owner":
         options["topk_weights"] = [2 * weights for _, weights in case.picks]
     return reference.combine(case.expert_rows, case.expected, absent=absent, **options)
@@ -142,14 +161,17 @@ def check_sums(
     rank: int,
     before: Sequence[bool],
     after: Sequence[bool],
+    tree: int | None = None,
 ) -> None:
     """Each token's sum is that with or without the ranks that fell silent, and ``lost``
     says which.
     """
-    sure = tuple(r for r, here in enumerate(after) if here)
-    maybe = tuple(r for r, here in enumerate(before) if here)
-    least, most = (sums_of(case, way, present)[rank] for present in (sure, maybe))
-    assert len(maybe) - len(sure) <= 1
+    sure, maybe = (
+        tuple(r for r, here in enumerate(coming(rank, active, tree, back=True)) if here)
+        for active in (after, before)
+    )
+    least, most = (sums_of(case, way, present, tree)[rank] for present in (sure, maybe))
+    assert sum(before) - sum(after) <= 1
     for token in range(got.shape[0]):
         bits, told = got[token].view(torch.int16), None if lost is None else lost[token]
         fits = [
@@ -180,8 +202,24 @@ def sum_up(
     )[0]
 
 
-def live(mine: RankRun, scenario: Scenario, seed: int, calls: range = range(CALLS)) -> None:
-    """All calls, each checked against what this rank knows of who is there."""
+def seen_by(mine: RankRun, dead: int | None) -> list[bool]:
+    """Who is surely there, as far as ``mine`` knows. If rows cross once per node, a rail may know
+    that a rank is ``dead`` before others do."""
+    active = mine.engine.active_ranks()
+    if mine.tree and dead is not None:
+        active[dead] = False
+    return active
+
+
+def live(
+    mine: RankRun,
+    scenario: Scenario,
+    seed: int,
+    calls: range = range(CALLS),
+    dead: int | None = None,
+) -> None:
+    """All calls, each checked against what this rank knows of who is there. ``dead``: a rank that
+    may be."""
     for call in calls:
         case, way, in_two = (
             case_of(scenario, seed, call),
@@ -190,11 +228,12 @@ def live(mine: RankRun, scenario: Scenario, seed: int, calls: range = range(CALL
         )
         before = mine.engine.active_ranks()
         recv = mine.dispatch(case, in_two)
-        middle = mine.engine.active_ranks()
-        check_rows(recv, case, mine.rank, before, middle)
+        middle = seen_by(mine, dead)
+        came = (coming(mine.rank, active, mine.tree) for active in (before, middle))
+        check_rows(recv, case, mine.rank, *came)
         lost = torch.empty(recv.handle.num_tokens) if seed % 4 else None
         got = sum_up(mine, recv, case, way, in_two, lost)
-        check_sums(got, lost, case, way, mine.rank, before, mine.engine.active_ranks())
+        check_sums(got, lost, case, way, mine.rank, before, seen_by(mine, dead), mine.tree)
 
 
 Ending = tuple[str, list[bool]]
@@ -229,18 +268,20 @@ and then, too late.
 """
 
 
-def death(world_size: int, seed: int, per_node: int = 0) -> tuple[int, int, list[Ending | None]]:
+def death(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> tuple[int, int, list[Ending | None]]:
     """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
     random = Random(seed)
     victim, scenario, steps = (
         random.randrange(world_size),
-        life(world_size, seed, per_node),
+        life(world_size, seed, per_node, once),
         STEPS[world_size],
     )
     step = random.randrange(steps)
 
     def body(mine: RankRun) -> None:
-        live(mine, scenario, seed)
+        live(mine, scenario, seed, dead=victim)
         assert mine.engine.silent_rank() == (None if mine.engine.active_ranks()[victim] else victim)
 
     endings, _ = play(scenario, body, seed, kill={victim: step})
@@ -248,12 +289,12 @@ def death(world_size: int, seed: int, per_node: int = 0) -> tuple[int, int, list
 
 
 def deaths_in_a_combine(
-    world_size: int, seed: int, deaths: int, per_node: int = 0
+    world_size: int, seed: int, deaths: int, per_node: int = 0, once: bool = False
 ) -> list[tuple[bool, list[float]]]:
     """Rank 1 dies at each of some steps of a combine. Whether rank 0 marks it, and what its tokens
     lack.
     """
-    scenario, way = life(world_size, seed, per_node), WAYS[seed % 3]
+    scenario, way = life(world_size, seed, per_node, once), WAYS[seed % 3]
     case = case_of(scenario, seed, 0)
     began: list[int] = []
     told: list[tuple[bool, list[float]]] = []
@@ -262,10 +303,11 @@ def deaths_in_a_combine(
         recv = mine.dispatch(case)
         began.append(mine.ranks.sim.steps)
         before, lost = mine.engine.active_ranks(), torch.empty(recv.handle.num_tokens)
-        got, after = sum_up(mine, recv, case, way, seed % 2 == 1, lost), mine.engine.active_ranks()
-        check_sums(got, lost, case, way, mine.rank, before, after)
+        got = sum_up(mine, recv, case, way, seed % 2 == 1, lost)
+        after = seen_by(mine, 1)
+        check_sums(got, lost, case, way, mine.rank, before, after, mine.tree)
         if mine.rank == 0:
-            told.append((not after[1], [float(each) for each in lost]))
+            told.append((not mine.engine.active_ranks()[1], [float(each) for each in lost]))
 
     _, ended = play(scenario, body, seed)
     first = max(began)
@@ -297,9 +339,11 @@ def meet(ranks: SimulatedRank, name: str) -> None:
     )
 
 
-def left_out_and_back(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
+def left_out_and_back(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> list[Ending | None]:
     """A rank is left out by hand, the others go on, and it comes back."""
-    scenario, victim = life(world_size, seed, per_node), seed % world_size
+    scenario, victim = life(world_size, seed, per_node, once), seed % world_size
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, range(1))
@@ -321,11 +365,13 @@ def left_out_and_back(world_size: int, seed: int, per_node: int = 0) -> list[End
     return play(scenario, body, seed, timeouts=False)[0]
 
 
-def late_and_back(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
+def late_and_back(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> list[Ending | None]:
     """A rank is silent for longer than the timeout, comes too late, makes its calls alone, and
     joins again.
     """
-    scenario, victim = life(world_size, seed, per_node), seed % world_size
+    scenario, victim = life(world_size, seed, per_node, once), seed % world_size
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, range(1))
@@ -343,15 +389,17 @@ def late_and_back(world_size: int, seed: int, per_node: int = 0) -> list[Ending 
         meet(mine.ranks, "go on")
         live(mine, scenario, seed, range(2, 4))
 
-    return play(scenario, body, seed)[0]
+    return play(scenario, body, seed, max_steps=2 * MOST_STEPS)[0]
 
 
-def refusal(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None]:
+def refusal(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> list[Ending | None]:
     """A rank refuses a dispatch, then a combine: the others miss its tokens or its rows, and nobody
     is left out.
     """
-    scenario, refuser = life(world_size, seed, per_node), seed % world_size
-    others = tuple(rank for rank in range(world_size) if rank != refuser)
+    scenario, refuser = life(world_size, seed, per_node, once), seed % world_size
+    there = [rank != refuser for rank in range(world_size)]
 
     def body(mine: RankRun) -> None:
         case, way = case_of(scenario, seed, 0), WAYS[seed % 3]
@@ -360,8 +408,8 @@ def refusal(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None
                 assert mine.engine.refuse(CACHED if seed % 2 else DISPATCH, False, "x is wrong")
         else:
             recv = mine.dispatch(case)
-            there = [rank != refuser for rank in range(world_size)]
-            check_rows(recv, case, mine.rank, there, there)
+            came = coming(mine.rank, there, mine.tree)
+            check_rows(recv, case, mine.rank, came, came)
         recv = mine.dispatch(case)
         check_rows(recv, case, mine.rank, [True] * world_size, [True] * world_size)
         if mine.rank == refuser:
@@ -369,9 +417,11 @@ def refusal(world_size: int, seed: int, per_node: int = 0) -> list[Ending | None
                 assert mine.engine.refuse(COMBINE, False, "x is wrong")
         else:
             lost = torch.empty(recv.handle.num_tokens)
+            come = coming(mine.rank, there, mine.tree, back=True)
+            others = tuple(rank for rank in range(world_size) if come[rank])
             got, want = (
                 sum_up(mine, recv, case, way, False, lost),
-                sums_of(case, way, others)[mine.rank],
+                sums_of(case, way, others, mine.tree)[mine.rank],
             )
             assert_same_bits(got, want.x, what="sums without the refuser", rank=mine.rank)
             assert_same_bits(

@@ -57,9 +57,11 @@ def terms_of(case: Case, rank: int, way: str) -> tuple[Tensor, ...]:
 
 
 @lru_cache(maxsize=64)
-def combined(case: Case, way: str) -> list[reference.ReferenceCombined]:
+def combined(
+    case: Case, way: str, per_node: int | None = None
+) -> list[reference.ReferenceCombined]:
     """What the oracle combines, one way of :data:`low_latency_cases.WAYS`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"ranks_per_node": per_node}
     if way in ("bias", "two biases"):
         terms = [terms_of(case, rank, way) for rank in range(case.world_size)]
         options["bias"] = [term if len(term) > 1 else term[0] for term in terms]
@@ -77,6 +79,7 @@ class RankRun:
 
     def __init__(self, ranks: SimulatedRank, scenario: Scenario, timeout: float = 5.0) -> None:
         self.ranks, self.rank, self.own = ranks, ranks.rank, OwnTensors(ranks)
+        self.tree = scenario.tree
         self.between: Callable[[], object] = ranks.pause  # the two launches of a call
         self.config = scenario.config(ranks.rank, timeout)
         stats = Stats.zeros(ranks.rank, ranks.world_size)
@@ -191,7 +194,7 @@ class RankRun:
     def combine(self, recv: ty.Received, case: Case, way: str, in_two: bool = False) -> None:
         """One combine, checked."""
         got = self.sums(recv, case, way, in_two)
-        check_combined(got, case, self.rank, combined(case, way)[self.rank].x, way)
+        check_combined(got, case, self.rank, combined(case, way, self.tree)[self.rank].x, way)
 
 
 def reached(scenario: Scenario) -> AbstractContextManager[Any]:
@@ -224,9 +227,9 @@ def check_seed(world_size: int, seed: int) -> None:
     run(draw(world_size, seed), seed)
 
 
-def check_between_nodes(nodes: int, per_node: int, seed: int) -> None:
+def check_between_nodes(nodes: int, per_node: int, seed: int, once: bool = False) -> None:
     """The scenario of ``seed`` passes on a grid."""
-    run(between_nodes(nodes, per_node, seed), seed)
+    run(between_nodes(nodes, per_node, seed, once), seed)
 
 
 def first_seed_that_finds(mutation: str, seeds: Sequence[int]) -> tuple[int, str]:

@@ -4,12 +4,18 @@ engines, hooks, refusals, mask.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 import tokenyard as ty
 from nvlink_pool import SOAK, run_all, without_devices
+from tokenyard.config import Config
+from tokenyard.engines.low_latency_workspace import crosses_once
 from tokenyard.testing import ROUTINGS
+from tokenyard.topology import Topology
 
 pytestmark = without_devices
 
@@ -122,6 +128,31 @@ def test_between_nodes() -> None:
             (pair, "shared_body", 2, 8, {"num_tokens": 1, "num_topk": 12, "num_experts": 20}),
         ],
     )
+
+
+def test_how_rows_cross_is_chosen_and_said() -> None:
+    """By the option; else by the bytes that it saves."""
+    per_rank = "2x2 nodes and ranks: rows cross once per rank"
+    per_node = "2x2 nodes and ranks: rows cross once per node: sums are by rank, then by node"
+    calls = [(None, 40), (True, 40), (False, 40)]
+    assert run_all("low_latency_api.chosen", calls) == [per_rank, per_node, per_rank]
+    config = Config(
+        num_experts=256, hidden=7168, num_topk=8, max_tokens_per_rank=128, rank=0, world_size=16,
+        timeout=5.0, topology=Topology(2, 8),
+    )  # fmt: skip
+    assert crosses_once(config)
+    assert not crosses_once(replace(config, max_tokens_per_rank=1))
+    assert not crosses_once(replace(config, topology=Topology(16, 1)))
+
+
+def test_once_per_node_is_checked() -> None:
+    sizes: dict[str, Any] = {"num_experts": 2, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 2}
+    with pytest.raises(ValueError, match=r"once_per_node \(1\) must be True, False or None"):
+        ty.ExpertParallel(**sizes, device="cpu", engine="low_latency", once_per_node=1)
+    with pytest.raises(
+        ValueError, match="belongs to engine 'low_latency', not 'auto': leave it out"
+    ):
+        ty.ExpertParallel(**sizes, device="cpu", once_per_node=True)
 
 
 def test_other_engines_take_no_options_but_lost_weights() -> None:

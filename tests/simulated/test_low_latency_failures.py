@@ -15,8 +15,8 @@ pytestmark = without_devices
 
 DEATHS = {2: 5, 3: 3, 4: 1}
 """Seeds by world size."""
-FAR_DEATHS = {(2, 1): 3, (2, 2): 1}
-"""Likewise, by nodes and ranks of each."""
+FAR_DEATHS = {(2, 1, False): 3, (2, 2, False): 1, (2, 2, True): 2}
+"""Likewise, by nodes, ranks of each, and whether rows cross once per node."""
 
 
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
@@ -44,12 +44,12 @@ def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("grid", FAR_DEATHS, ids=lambda grid: "x".join(map(str, grid)))
-def test_the_others_go_on_between_nodes(grid: tuple[int, int]) -> None:
+def test_the_others_go_on_between_nodes(grid: tuple[int, int, bool]) -> None:
     """The same where ranks of other nodes get puts, most of them through the simulated network:
     what a dead rank has put may still arrive.
     """
-    seeds, (nodes, per_node) = range(FAR_DEATHS[grid] * SOAK), grid
-    jobs = [(nodes * per_node, seed, per_node) for seed in seeds]
+    seeds, (nodes, per_node, once) = range(FAR_DEATHS[grid] * SOAK), grid
+    jobs = [(nodes * per_node, seed, per_node, once) for seed in seeds]
     marked: list[bool] = []
     for victim, when, endings in run_all("low_latency_failures.death", jobs):
         for rank, ending in enumerate(endings):
@@ -66,7 +66,7 @@ def test_what_a_sum_lacks_is_told_token_by_token() -> None:
     """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight
     fits the very sum.
     """
-    jobs = [(2, 1, 4), (2, 2, 3), (2, 1, 4, 1)]
+    jobs = [(2, 1, 4), (2, 2, 3), (2, 1, 4, 1), (4, 2, 2, 2, True)]
     told = run_all("low_latency_failures.deaths_in_a_combine", jobs)
     lost, kept = (
         [weights for ending in told for marked, weights in ending if marked == here]
@@ -96,9 +96,12 @@ def test_no_sum_is_of_rows_that_came_too_late() -> None:
 @pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
 def test_ranks_come_back(story: str) -> None:
     stories = (
-        [(2, 0), (3, 1), (2, 1, 1)]
+        [(2, 0), (3, 1), (2, 1, 1), (4, 1, 2, True)]
         if SOAK == 1
-        else [(size, seed, node) for size in (2, 3) for seed in range(2) for node in (0, 1)]
+        else [
+            *((size, seed, node) for size in (2, 3) for seed in range(2) for node in (0, 1)),
+            *((4, seed, 2, True) for seed in range(4)),
+        ]
     )
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings

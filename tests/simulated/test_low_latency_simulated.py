@@ -19,6 +19,8 @@ SEEDS = {1: 1, 2: 6, 3: 4, 4: 2, 8: 1, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
 GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
+ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1}
+"""Likewise, where rows cross once per node."""
 KINDS = {
     "barrier",
     "release",
@@ -55,6 +57,13 @@ def test_nodes_give_the_same_bits(grid: tuple[int, int]) -> None:
     through pointers; those of the same node are stored to.
     """
     jobs = [(*grid, seed) for seed in range(GRIDS[grid] * SOAK)]
+    run_all("low_latency_ranks.check_between_nodes", jobs)
+
+
+@pytest.mark.parametrize("grid", ONCE, ids=lambda grid: "x".join(map(str, grid)))
+def test_once_per_node_gives_the_bits_of_the_tree(grid: tuple[int, int]) -> None:
+    """Rails hand rows on, and add up what their nodes made of them."""
+    jobs = [(*grid, seed, True) for seed in range(ONCE[grid] * SOAK)]
     run_all("low_latency_ranks.check_between_nodes", jobs)
 
 

@@ -217,7 +217,9 @@ class Signatures:
 
     def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
         payload, workspace = Payload(rows, None), self._workspace
-        row = row_layout_of(payload, None, kept_words(self._config.num_topk, spec))
+        row = row_layout_of(
+            payload, None, kept_words(self._config.num_topk, spec, workspace.per_node > 0)
+        )
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
             _number(fingerprint_of(COMBINE, 0, payload, spec, None, False, 0, at_owner))

@@ -5,7 +5,7 @@ and the words that kernels and host share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class LowLatencyTuning:
     pieces: int = 1  # of a row that a dispatch sends, each by a program of its own: 1 or 2
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
+    once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
 
 
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
@@ -56,15 +57,51 @@ def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLate
     return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
 
 
+def tuned_for(
+    config: Config, num_sms: int, once: bool | None, memory: SymmetricMemory
+) -> tuple[LowLatencyTuning, str]:
+    """The tuning of an object, and what there is to say of how rows cross. ``once``: asked for, if
+    at all."""
+    tuning = low_latency_tuning(num_sms, config.world_size, config.max_tokens_per_rank)
+    grid = config.topology
+    if grid is None or not grid.has_levels or not (memory.ranks_per_node or puts_are_forced()):
+        return tuning, ""
+    tuning = replace(tuning, once_per_node=crosses_once(config) if once is None else once)
+    per = "node: sums are by rank, then by node" if tuning.once_per_node else "rank"
+    return tuning, f"; {grid} nodes and ranks: rows cross once per {per}"
+
+
 def metadata_words(num_topk: int, far: bool) -> int:
     """int32 words of a row's metadata: ids, ranks of picks, weights; if ranks are ``far``, also its
     token's number."""
     return -(-(3 * num_topk + far) // 4) * 4
 
 
-def kept_words(num_topk: int, spec: Spec) -> int:
-    """int32 words behind a sum that say which picks it has: with a capacity, some have no place."""
-    return 0 if spec.capacity is None else -(-num_topk // 4) * 4
+def kept_words(num_topk: int, spec: Spec, mixed: bool) -> int:
+    """int32 words behind a sum that say which picks it has: with a capacity, some have no place;
+    ``mixed`` ones are of several ranks."""
+    return 0 if spec.capacity is None and not mixed else -(-num_topk // 4) * 4
+
+
+NIC_GBS, HOP_US = 50.0, 3.0
+"""Of a rank's NIC, and of a store and a flag inside a node: nominal, to choose by."""
+
+
+def crosses_once(config: Config) -> bool:
+    """Whether a full call of ``config`` is faster if tokens cross once per node: by bytes of rows
+    on the NIC, if picks fall on any experts, against a hop each way."""
+    grid = config.topology
+    if grid is None or not grid.has_levels:
+        return False
+    nodes, ranks = grid.num_nodes, grid.world_size
+
+    def met(places: int, near: int) -> float:
+        """How many of ``places`` a token goes to, but for those that are ``near``."""
+        return (places - near) * (1 - (1 - 1 / places) ** config.num_topk)
+
+    saved = met(ranks, grid.ranks_per_node) - met(nodes, 1)
+    num_bytes = config.max_tokens_per_rank * saved * 2 * config.hidden
+    return num_bytes / (NIC_GBS * 1e3) > HOP_US
 
 
 def _default_slot(config: Config, far: bool) -> int:
@@ -82,6 +119,7 @@ class Workspace:
 
     Attributes:
         far: whether some pair of ranks may do without mapped memory: those of two nodes.
+        per_node: ranks of a node, if tokens cross once per node; else 0.
 
     Args:
         buffer_bytes: symmetric memory of this rank; None: what rows of 2 bytes per channel need.
@@ -108,6 +146,8 @@ class Workspace:
         grid, forced = config.topology, puts_are_forced()
         several = grid is not None and grid.num_nodes > 1
         self.far = several and (forced or memory.ranks_per_node > 0)
+        levels = grid is not None and grid.has_levels and self.far and tuning.once_per_node
+        self.per_node = grid.ranks_per_node if grid is not None and levels else 0
         least = slot_bytes = _default_slot(config, self.far)
         if buffer_bytes is not None:
             free = buffer_bytes - self.bytes_for(0)
@@ -124,21 +164,22 @@ class Workspace:
         check_symmetric(self.num_bytes, memory.device, cause)
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
-        far = [False] * ranks
-        if grid is not None and self.far:
-            home, mapped = grid.node_of(config.rank), host_ints(self.region.addresses)
-            far = [
-                grid.node_of(peer) != home and (forced or not at) for peer, at in enumerate(mapped)
-            ]
+        far = self._far_ranks(forced)
         # without far ranks kernels leave all that out, though there is memory for it
         sized, network = (config, tuning.programs, tuning.shares), memory.ranks_per_node > 0
-        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network and any(far))
+        network = network and any(far)
+        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network, self.per_node)
         parts = memory_map.state_parts(*sized, any(far))
         state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
         state[0], state[2] = config.rank, self.status.data_ptr()
         if any(far):
             at = self.sizes.state.far
             state[at : at + ranks] = torch.tensor(far)
+        if (
+            self.per_node
+        ):  # the first call is 2: heartbeats, which are 0, are not of the call before
+            at = self.sizes.state.epochs
+            state[at : at + tuning.programs] = 1
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
@@ -146,6 +187,17 @@ class Workspace:
         self.state.copy_(state)  # waits for both
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
+
+    def _far_ranks(self, forced: bool) -> list[bool]:
+        """Which ranks get puts: of other nodes, those that are not mapped, or all."""
+        grid, config, mapped = self.config.topology, self.config, host_ints(self.region.addresses)
+        if grid is None or not self.far:
+            return [False] * config.world_size
+        home = grid.node_of(config.rank)
+        return [
+            grid.node_of(peer) != home and bool(forced or self.per_node or not at)
+            for peer, at in enumerate(mapped)
+        ]
 
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""

@@ -49,6 +49,7 @@ class Request(NamedTuple):
     buffer_bytes: int | None = None
     num_sms: int | None = None
     spare_sms: int | None = None
+    once_per_node: bool | None = None
     no_grid: str = ""
     """Why ranks form no grid; empty if they do (``Config.topology``)."""
 
@@ -168,12 +169,12 @@ def _on_kernels(
     num_sms, all_sms = request.sms(most_sms)
     if request.engine == LOW_LATENCY:
         from tokenyard.engines.low_latency import LowLatencyEngine
-        from tokenyard.engines.low_latency_workspace import low_latency_tuning
+        from tokenyard.engines.low_latency_workspace import tuned_for
 
-        tuned = low_latency_tuning(num_sms, config.world_size, config.max_tokens_per_rank)
+        tuned, crossing = tuned_for(config, num_sms, request.once_per_node, memory)
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
-        return Choice(make, memory.device, f"low_latency: {why}")
+        return Choice(make, memory.device, f"low_latency: {why}{crossing}")
     from tokenyard.engines.peer_choice import choose_nvlink, choose_twolevel
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 

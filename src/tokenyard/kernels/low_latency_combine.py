@@ -14,6 +14,7 @@ Who publishes what, and who may read it when:
    its call, so they need no order either.
 3. One program per (owner, token) that has rows here sums them, stores the sum into slot (me, token)
    of the owner, and sets its flag there to ``2 * call + 1`` (release).
+   (Where rows cross once per node: ``kernels/low_latency_rail.py``.)
 4. One program per share of an own token's channels waits for the flags of the ranks that the token
    went to (acquire), then reads the slots. If it has to go on without one, it first agrees with the
    programs of the other shares. The last program waits for the tags of all ranks, so that a launch
@@ -33,18 +34,20 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import (
-    count_packed, is_far, tell_or_put,
+    count_packed, is_far, tell_or_put, via_of,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_far_combine import (
     put_sums, put_weights, stage_weights, wait_far_weights,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_lost import (
-    kept_of, merged_ids, owner_weights, sums_of, tell_lost,
+    merged_ids, owner_weights, sums_of, tell_lost,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
     ROWS, WEIGHTS, Sizes, Stages, address, count_of, epoch_of, flag_of, slot_of, slots_in,
     staged_of, weight_of, with_call,
 )  # fmt: skip
+from tokenyard.kernels.low_latency_rail import is_handed_on, source_of
+from tokenyard.kernels.low_latency_rail_combine import hand_back, sum_of_node, sum_rows
 from tokenyard.kernels.low_latency_waits import (
     Call, agree, are_active, in_same_call, is_active, leave_out, tell, wait_counts, wait_flags,
     wait_weights,
@@ -111,7 +114,9 @@ def _send_weights(sent, t, call, sizes: tl.constexpr):
     bits = weights.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = ((call.number & 0x7FFFFFFF) << 32) | bits
     owner = owner_of(ids, sizes.experts, sizes.ranks)
-    goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1)
+    via = via_of(owner, call.rank, sizes)  # of a node all ranks get them
+    goes = via[None, :] == via_of(r, call.rank, sizes)[:, None]
+    goes = tl.max(goes.to(tl.int32), axis=1)
     chosen = goes > 0
     goes = are_active(call.active, r, chosen)
     if sizes.far:
@@ -132,7 +137,6 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
     left out."""
     sizes: tl.constexpr = k.sizes
     topk: tl.constexpr = sizes.topk
-    H: tl.constexpr = k.hidden
     pick = tl.arange(0, sizes.topk_bins)
     table = ints(sent.slots) + (s * sizes.tokens + t).to(tl.int64) * topk
     place = tl.load(table + pick, mask=pick < topk, other=-1)
@@ -157,27 +161,11 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
     if k.weighted == 1:
         weight = tl.load(floats(sent.weights) + place, mask=place >= 0, other=0.0)
     if ok:
-        rows = tl.multiple_of(sent.rows.to(tl.pointer_type(k.dtype)), 16)
         slot = slot_of(base, call.parity, call.rank, t, sizes)
         if sizes.far:
             mine = peer_base(call.regions, call.rank)
             slot = tl.where(far, staged_of(mine, call.parity, s, t, k.sum_bytes, sizes), slot)
-        to = slot.to(tl.pointer_type(k.dtype))
-        for w0 in range(0, H, k.sent_block):
-            w = w0 + tl.arange(0, k.sent_block)
-            total = tl.zeros((k.sent_block,), tl.float32)
-            for j in range(topk):
-                at = tl.sum(tl.where(pick == j + 0, place + 1, 0)) - 1
-                if at >= 0:
-                    row = rows + at.to(tl.int64) * H
-                    v = tl.load(row + w, mask=w < H, other=0.0, cache_modifier=".cg").to(tl.float32)
-                    if k.weighted:
-                        v = v * tl.sum(tl.where(pick == j + 0, weight, 0.0))
-                    total = total + v
-            tl.store(tl.multiple_of(to, 16) + w, total.to(k.dtype), mask=w < H)
-        if k.kept_at:
-            kept = kept_of(to.to(tl.int64), k.kept_at) + pick
-            tl.store(kept, (place >= 0).to(tl.int32), mask=pick < topk)
+        sum_rows(sent, slot, place, weight, k)
         tl.debug_barrier()
         flag = flag_of(base, call.parity, call.rank, t, sizes)
         told = None
@@ -189,7 +177,46 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
             count_packed(call.state, ROWS, s, came, sizes)
 
 
+@triton.jit
+def _send_in_node(sent, s, t, call, k: tl.constexpr):
+    """The same where rows cross once per node, but for ranks on my rail: these get the node's
+    sums, later."""
+    if is_handed_on(s, call, k.sizes):
+        hand_back(sent, s, t, call, k)
+    elif s // k.sizes.per_node == call.rank // k.sizes.per_node:
+        _send_sum(sent, s, t, call, k)
+
+
 # Receive
+
+
+@triton.jit
+def _sum_of_nodes(mine, sums, got, t, w, call, k: tl.constexpr):
+    """Where rows cross once per node: sums of my node's ranks, then of nodes, each by a rail."""
+    sizes: tl.constexpr = k.sizes
+    P: tl.constexpr = sizes.per_node
+    r, me = tl.arange(0, sizes.rank_bins), call.rank
+    own = tl.zeros((k.added_block,), tl.float32)
+    for i in tl.static_range(P):
+        own = own + _sum_of(r == me // P * P + i, sums, got, w, k)
+    total = tl.zeros((k.added_block,), tl.float32)
+    for n in tl.static_range(sizes.ranks // P):
+        node = own.to(k.dtype).to(tl.float32)
+        if n != me // P:
+            node = _sum_of(r == n * P + me % P, sums, got, w, k)
+        total = total + node
+    return total
+
+
+@triton.jit
+def _sum_of(rank, sums, got, w, k: tl.constexpr):
+    """Channels ``w`` of what the ``rank`` (a mask) has put at ``sums``, if it is among the ``got``;
+    zeros if not."""
+    there = tl.sum(tl.where(rank, got, 0)) > 0
+    row = tl.sum(tl.where(rank, sums, 0)).to(tl.pointer_type(k.dtype))
+    inside = there & (w < k.hidden)
+    v = tl.load(tl.multiple_of(row, 16) + w, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.where(there, v.to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -219,7 +246,7 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
     mine = peer_base(call.regions, call.rank)
     merged = ints(sent.merged) + t.to(tl.int64) * sizes.topk
     ids = tl.load(merged + pick, mask=pick < sizes.topk, other=-1)
-    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    owner = via_of(owner_of(ids, sizes.experts, sizes.ranks), call.rank, sizes)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
     here = are_active(call.active, r, goes)
     flags, slots = flag_of(mine, call.parity, r, t, sizes), 0
@@ -235,7 +262,10 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         got = agree(flags, got, doubted, t, share, r, call, k.shares, sizes)
     for w0 in range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block):
         w = w0 + tl.arange(0, k.added_block)
-        total = _sum_of_ranks(mine, slots, got, t, w, call, k)
+        if sizes.per_node:
+            total = _sum_of_nodes(mine, slots, got, t, w, call, k)
+        else:
+            total = _sum_of_ranks(mine, slots, got, t, w, call, k)
         at = t.to(tl.int64) * H + w
         total = add_term(total, sent.bias0, k.bias0, at, w < H)
         total = add_term(total, sent.bias1, k.bias1, at, w < H)
@@ -295,11 +325,21 @@ def low_combine_kernel(
                 if pid >= P - R:
                     put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
         for u in range(pid, R * M, P):
-            _send_sum(sent, (u // M + me) % R, u % M, call, k)
+            if sizes.per_node:
+                _send_in_node(sent, (u // M + me) % R, u % M, call, k)
+            else:
+                _send_sum(sent, (u // M + me) % R, u % M, call, k)
         if sizes.far:
-            if pid >= P - R:
-                put_sums(sent, (me + P - 1 - pid) % R, call, k)
+            if not sizes.per_node:
+                if pid >= P - R:
+                    put_sums(sent, (me + P - 1 - pid) % R, call, k)
     if k.stages.receive:
+        if sizes.per_node:
+            if pid < P - 1:  # all but the leader, which waits for other ranks too
+                for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
+                    sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
+                if pid >= P - R:
+                    put_sums(sent, (me + P - 1 - pid) % R, call, k)
         if pid == P - 1:
             _lead(result.waits, tag, call, k)
         for u in range(pid, num_tokens * k.shares, P):

@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_memory import Sizes, Stages, address, epoch_of, slots_in
+from tokenyard.kernels.low_latency_rail import hand_on, source_of
 from tokenyard.kernels.low_latency_receive import empty_rows, finish_block, lead, receive_slot
 from tokenyard.kernels.low_latency_send import put_rows, send_counts, send_piece
 from tokenyard.kernels.low_latency_waits import Call, is_active, wait_ready
@@ -131,6 +132,10 @@ def low_dispatch_kernel(
             if pid >= P - R:
                 put_rows((me + P - 1 - pid) % R, rows, call, k)
     if k.stages.receive:
+        if sizes.per_node:
+            if pid < P - 1:  # all but the leader, which waits for other ranks too
+                for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
+                    hand_on(source_of(u // M, me, sizes), u % M, call, k)
         if pid == P - 1:
             lead(result, tag, num_rows, alignment, call, k)
         wait_ready(state, number)

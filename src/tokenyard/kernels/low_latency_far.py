@@ -62,6 +62,26 @@ def is_far(state, rank, sizes: tl.constexpr):
 
 
 @triton.jit
+def via_of(rank, me, sizes: tl.constexpr):
+    """Where rows for ``rank``, or each of a tensor of ranks, are sent: there, or once per node
+    (``kernels/low_latency_rail.py``)."""
+    if sizes.per_node:
+        P: tl.constexpr = sizes.per_node
+        rail = rank // P * P + me % P
+        rank = tl.where((rank < 0) | (rank // P == me // P), rank, rail)
+    return rank
+
+
+@triton.jit
+def takes_rows(rank, call, sizes: tl.constexpr):
+    """Whether ``rank`` is far, and rows and sums are put there."""
+    far = is_far(call.state, rank, sizes)
+    if sizes.per_node:
+        far = far & (via_of(rank, call.rank, sizes) == rank)
+    return far
+
+
+@triton.jit
 def put_far(call, to, there, here, num_bytes, signal, value, sizes: tl.constexpr):
     """``num_bytes`` (a multiple of 8, or 0) from ``here`` to ``there`` at far rank ``to``, then its
     word ``signal`` becomes ``value``. Addresses are in my own region."""

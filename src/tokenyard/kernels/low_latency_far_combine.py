@@ -7,7 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import is_far, numbers, put_far, wait_packed
+from tokenyard.kernels.low_latency_far import (
+    is_far, numbers, of_ranks, put_far, takes_rows, via_of, wait_packed,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
     ROWS, TORN, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of,
     with_call,
@@ -24,11 +26,19 @@ def stage_weights(sent, t, word, owner, call, sizes: tl.constexpr):
     """Pack the weights of this rank's token ``t``, the words ``word [topk_bins]``, for the far
     ranks of its picks ``owner [topk_bins]``."""
     pick = tl.arange(0, sizes.topk_bins)
-    goes = is_far(call.state, owner, sizes) & (owner >= 0)
-    goes = are_active(call.active, owner, goes)
-    mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
+    if sizes.per_node:  # for all ranks of a node, by the numbers of its rail
+        r, owner = tl.arange(0, sizes.rank_bins), via_of(owner, call.rank, sizes)
+        via = via_of(r, call.rank, sizes)
+        chosen = tl.max((owner[None, :] == via[:, None]).to(tl.int32), axis=1) > 0
+        goes = are_active(call.active, r, is_far(call.state, r, sizes) & chosen)
+        mine = peer_base(call.regions, call.rank)
+        number, owner = of_ranks(numbers(sent.slots, t, sizes), owner, via), r
+    else:
+        goes = is_far(call.state, owner, sizes) & (owner >= 0)
+        goes = are_active(call.active, owner, goes)
+        mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
     to = weights_out_of(mine, call.parity, owner, number, sizes)[:, None] + pick[None, :]
-    everywhere = word[None, :] + (pick * 0).to(tl.int64)[:, None]
+    everywhere = word[None, :] + (owner * 0).to(tl.int64)[:, None]
     tl.store(to, everywhere, mask=goes[:, None] & (pick < sizes.topk)[None, :])
 
 
@@ -43,7 +53,8 @@ def put_weights(sent, num_tokens, to, call, sizes: tl.constexpr):
             at = t[:, None] * sizes.topk + pick[None, :]
             inside = (t < num_tokens)[:, None] & (pick < sizes.topk)[None, :]
             ids = tl.load(ints(sent.merged) + at, mask=inside, other=-1)
-            goes = owner_of(ids, sizes.experts, sizes.ranks) == to
+            owner = owner_of(ids, sizes.experts, sizes.ranks)
+            goes = via_of(owner, call.rank, sizes) == via_of(to, call.rank, sizes)
             rows += tl.sum(tl.max(goes.to(tl.int32), axis=1))
         wait_packed(call.state, WEIGHTS, to, rows, sizes)
         if is_active(call.active, to):
@@ -69,7 +80,7 @@ def put_sums(sent, to, call, k: tl.constexpr):
     or word that there were none, or not all."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
-    if is_far(call.state, to, sizes):
+    if takes_rows(to, call, sizes):
         rows, torn = to * 0, to * 0
         for j0 in range(0, M, _BLOCK):
             j = j0 + tl.arange(0, _BLOCK)

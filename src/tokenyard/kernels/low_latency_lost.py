@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import is_far, numbers, of_ranks
+from tokenyard.kernels.low_latency_far import is_far, numbers, of_ranks, via_of
 from tokenyard.kernels.low_latency_memory import packed_of, slot_of
 from tokenyard.kernels.low_latency_picks import merged_weights
 from tokenyard.kernels.place import floats
@@ -39,7 +39,7 @@ def kept_of(slot, kept_at: tl.constexpr):
 
 @triton.jit
 def sums_of(sent, mine, t, owner, call, k: tl.constexpr):
-    """Addresses ``[rank_bins]`` of the sums of all ranks for token ``t``, whose picks are those of
+    """Addresses ``[rank_bins]`` of the sums of all ranks for token ``t``, whose picks went to
     ``owner [topk_bins]``."""
     r = tl.arange(0, k.sizes.rank_bins)
     slots = slot_of(mine, call.parity, r, t, k.sizes)
@@ -59,7 +59,7 @@ def tell_lost(sent, lost, got, t, num_tokens, call, k: tl.constexpr):
     pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
     at = t.to(tl.int64) * topk + pick
     ids = merged_ids(sent, t, pick, sizes)
-    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    owner = via_of(owner_of(ids, sizes.experts, sizes.ranks), call.rank, sizes)
     came = (owner[None, :] == r[:, None]) & (got > 0)[:, None]
     if k.kept_at:
         slots = sums_of(sent, peer_base(call.regions, call.rank), t, owner, call, k)

@@ -91,6 +91,7 @@ class Sizes(NamedTuple):
     state: Any  # StateOffsets
     far: bool  # some ranks are reached by puts
     network: bool  # which NVSHMEM makes; else they go through pointers
+    per_node: int  # ranks of a node, where rows cross once per node (``low_latency_rail.py``); or 0
 
 
 class Stages(NamedTuple):
@@ -178,8 +179,9 @@ def laid_out(parts: tuple[Part, ...]) -> tuple[dict[str, int], int]:
 
 
 def sizes_of(
-    config: Any, programs: int, shares: int, slot_bytes: int, far: bool, network: bool
-) -> Sizes:
+    config: Any, programs: int, shares: int, slot_bytes: int, far: bool, network: bool,
+    per_node: int = 0,
+) -> Sizes:  # fmt: skip
     """The constants for a ``Config``."""
     return Sizes(
         ranks=config.world_size,
@@ -195,6 +197,7 @@ def sizes_of(
         state=StateOffsets(**laid_out(state_parts(config, programs, shares, far))[0]),
         far=far,
         network=network,
+        per_node=per_node,
     )
 
 
@@ -352,6 +355,6 @@ def packed_count_of(state, kind: tl.constexpr, rank, sizes: tl.constexpr):
 @triton.jit
 def numbers_of(slots, t, sizes: tl.constexpr):
     """``[topk]`` behind the result rows of all ``slots``: the number of token ``t`` among those
-    that go to the rank of each pick."""
+    that go to the rank of each pick, or to its rail."""
     at = sizes.ranks * sizes.tokens + t
     return ints(slots) + at.to(tl.int64) * sizes.topk

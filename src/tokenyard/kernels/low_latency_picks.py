@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import via_of
 from tokenyard.kernels.region import owner_of
 
 
@@ -57,9 +58,11 @@ def columns_of(topk_idx, start, end, block: tl.constexpr, topk: tl.constexpr, wi
 
 
 @triton.jit
-def _tokens_with(columns, wanted, block: tl.constexpr, BY_RANK: tl.constexpr, sizes: tl.constexpr):
-    """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks:
-    int32 ``[block, topk_bins]``.
+def _tokens_with(
+    columns, wanted, me, block: tl.constexpr, BY_RANK: tl.constexpr, sizes: tl.constexpr
+):
+    """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks to
+    which rows go: int32 ``[block, topk_bins]``.
 
     Nothing is reduced: that would cost as much as many comparisons.
     """
@@ -68,23 +71,32 @@ def _tokens_with(columns, wanted, block: tl.constexpr, BY_RANK: tl.constexpr, si
         outside = (columns[j] < 0) | (columns[j] >= sizes.experts)
         theirs = tl.where(outside, -1, columns[j]).to(tl.int32)
         if BY_RANK:
-            theirs = owner_of(theirs, sizes.experts, sizes.ranks)
+            theirs = via_of(owner_of(theirs, sizes.experts, sizes.ranks), me, sizes)
         same = same | (theirs[:, None] == wanted[None, :])
     return same.to(tl.int32)
 
 
 @triton.jit
 def tokens_before(
-    topk_idx, columns, wanted, t, block: tl.constexpr, wide: tl.constexpr, BY_RANK: tl.constexpr,
-    sizes: tl.constexpr,
+    topk_idx, columns, wanted, t, me, block: tl.constexpr, wide: tl.constexpr,
+    BY_RANK: tl.constexpr, sizes: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens before ``t`` picked each of ``wanted [topk_bins]``, experts or (BY_RANK)
-    ranks. ``columns``: picks of the first ``block`` of them."""
-    before = _tokens_with(columns, wanted, block, BY_RANK, sizes)
+    """How many tokens of rank ``me`` before ``t`` picked each of ``wanted [topk_bins]``, experts or
+    (BY_RANK) ranks to which rows go. ``columns``: picks of the first ``block`` of them."""
+    before = _tokens_with(columns, wanted, me, block, BY_RANK, sizes)
     for t0 in range(block, t, block):
         others = columns_of(topk_idx, t0, t, block, sizes.topk, wide)
-        before += _tokens_with(others, wanted, block, BY_RANK, sizes)
+        before += _tokens_with(others, wanted, me, block, BY_RANK, sizes)
     return tl.sum(before, axis=0)
+
+
+@triton.jit
+def tokens_between(columns, first, end, block: tl.constexpr, sizes: tl.constexpr):
+    """How many tokens picked an expert of ``first`` .. ``end - 1``."""
+    goes = tl.zeros((block,), tl.int1)
+    for j in tl.static_range(sizes.topk):
+        goes = goes | ((columns[j] >= first) & (columns[j] < end))
+    return tl.sum(goes.to(tl.int32))
 
 
 @triton.jit

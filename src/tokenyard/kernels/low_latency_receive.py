@@ -7,11 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import is_far
+from tokenyard.kernels.low_latency_far import is_far, takes_rows
 from tokenyard.kernels.low_latency_memory import (
     READY, ROWS, TORN, arrival_of, block_of, count_of, flag_of, packed_of, pairs_of, present_of,
     slot_of, start_of, value_in, with_call,
 )  # fmt: skip
+from tokenyard.kernels.low_latency_rail import LOST, have_rails, is_handed_on, rail_of
 from tokenyard.kernels.low_latency_waits import (
     are_active, in_same_call, leave_out, wait_counts, wait_flag,
 )  # fmt: skip
@@ -88,6 +89,8 @@ def lead(result, tag, num_rows, alignment, call, k: tl.constexpr):
     )
     present = in_same_call(call.state, tags, there, tag, r)
     leave_out(call.active, r, here & (present == 0))
+    if sizes.per_node:
+        present = have_rails(r, present, call, sizes)
     tl.store(present_of(call.state, r, sizes), present.to(tl.int32), mask=r < sizes.ranks)
     _make_table(result, present, counts, num_rows, alignment, call, k)
 
@@ -192,11 +195,15 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
         want = 2 * call.number
         flag = flag_of(mine, call.parity, s, t, sizes)
         if sizes.far:
-            seen = want
-            if is_far(state, s, sizes):
+            seen, through = want, s
+            if sizes.per_node:
+                through = tl.where(is_handed_on(s, call, sizes), rail_of(s, me, sizes), s)
+            if takes_rows(s, call, sizes):
                 seen = _wait_far(s, t, call, k)
             else:
-                seen = wait_flag(flag, want, s, call, k.pieces, sizes)
+                seen = wait_flag(flag, want, through, call, k.pieces, sizes)
+            if sizes.per_node:
+                seen = tl.where(seen == want + LOST, want - 1, seen)
         else:
             seen = wait_flag(flag, want, s, call, k.pieces, sizes)
         if seen < want:  # silent in mid-call: its other rows may still say that they are there
@@ -214,7 +221,10 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
             slot, token = slot_of(mine, call.parity, s, t, sizes), t
             if sizes.far:
                 if is_far(state, s, sizes):
-                    slot = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
+                    packed = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
+                    if sizes.per_node:
+                        packed = tl.where(takes_rows(s, call, sizes), packed, slot)
+                    slot = packed
                     token_at = as_words(slot + k.row.metadata_at, 32) + 3 * sizes.topk
                     token = tl.load(token_at, cache_modifier=".cg")
             place = _place_row(result, slot, s, token, num_rows, call, k)

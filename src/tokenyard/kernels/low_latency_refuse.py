@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import is_far, put_far
+from tokenyard.kernels.low_latency_far import is_far, put_far, takes_rows
 from tokenyard.kernels.low_latency_memory import (
     PIECES, RANK, ROWS, WEIGHTS, Sizes, arrival_of, count_of, counts_out_of, epoch_of, flag_of,
     weight_of, weights_out_of, with_call,
 )  # fmt: skip
+from tokenyard.kernels.low_latency_rail import tell_lost_rows
 from tokenyard.kernels.low_latency_waits import (
     Call, are_active, is_active, leave_out, tell, wait_counts,
 )  # fmt: skip
@@ -54,6 +55,9 @@ def _tell_nothing(to, call, sizes: tl.constexpr):
         tl.atomic_xchg(
             to_weights, _zero_weights(number, i), mask=inside, sem="relaxed", scope="sys"
         )
+    if sizes.per_node:
+        if to != me:
+            tell_lost_rows(to, call, sizes)
 
 
 @triton.jit
@@ -82,6 +86,17 @@ def _put_nothing(to, call, sizes: tl.constexpr):
     there, rest = weight_of(mine, parity, me, 0, sizes), to * 0
     arrival = arrival_of(mine, parity, me, WEIGHTS, sizes)
     put_far(call, to, there, weights, rest + 8 * N, arrival, none, sizes)
+    if sizes.per_node:
+        if takes_rows(to, call, sizes):
+            _put_no_rows(to, mine, none, rest, call, sizes)
+    else:
+        _put_no_rows(to, mine, none, rest, call, sizes)
+
+
+@triton.jit
+def _put_no_rows(to, mine, none, rest, call, sizes: tl.constexpr):
+    """Word to far rank ``to`` that there are no rows and no sums."""
+    number, parity, me = call.number, call.parity, call.rank
     arrival = arrival_of(mine, parity, me, ROWS, sizes)
     put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
     flag = flag_of(mine, parity, me, 0, sizes)

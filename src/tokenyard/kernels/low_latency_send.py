@@ -8,14 +8,15 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import (
-    count_packed, is_far, of_ranks, put_far, wait_packed,
+    count_packed, is_far, of_ranks, put_far, takes_rows, via_of, wait_packed,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
     BAD_AT, BAD_VALUE, ROWS, STATUS, arrival_of, count_of, counts_out_of, flag_of, numbers_of,
     packed_of, slot_of, staged_of, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_picks import (
-    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_per_expert,
+    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_between,
+    tokens_per_expert,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_waits import are_active, is_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
@@ -30,7 +31,7 @@ _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
 def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     """Step 1: counts for rank ``to``, and the flags of tokens that do not go there.
 
-    Where ranks may be far, ``to`` may be left out. Returns how many tokens go there: a far rank has
+    Where ranks may be far, ``to`` may be left out. Returns how many rows go there: a far rank has
     no flags.
     """
     sizes: tl.constexpr = k.sizes
@@ -53,7 +54,10 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
         pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
         none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
         if sizes.far:
-            rows += tl.sum(goes.to(tl.int32))
+            if sizes.per_node:
+                rows += _rows_via(columns, to, call, k)
+            else:
+                rows += tl.sum(goes.to(tl.int32))
             tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
         else:
             tell(pieces, none, ((t < M) & (goes == 0))[:, None])
@@ -72,6 +76,17 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
 
 
 @triton.jit
+def _rows_via(columns, to, call, k: tl.constexpr):
+    """How many of those tokens go to the node of ``to``, if that takes rows for all of it."""
+    P: tl.constexpr = k.sizes.per_node
+    R: tl.constexpr = k.sizes.ranks
+    first = first_expert(to // P * P, k.sizes.experts, R)
+    end = first_expert(to // P * P + P, k.sizes.experts, R)
+    rows = tokens_between(columns, first, end, k.counted, k.sizes)
+    return tl.where(takes_rows(to, call, k.sizes), rows, 0)
+
+
+@triton.jit
 def _put_counts(counts, tag, e, to, call, k: tl.constexpr):
     """Counts of the local experts ``e`` of far rank ``to``, with the tag as their signal."""
     sizes: tl.constexpr = k.sizes
@@ -87,7 +102,7 @@ def _put_counts(counts, tag, e, to, call, k: tl.constexpr):
 def put_rows(to, rows, call, k: tl.constexpr):
     """The ``rows`` of this call to rank ``to``, if it is far, once all are packed."""
     sizes: tl.constexpr = k.sizes
-    if is_far(call.state, to, sizes):
+    if takes_rows(to, call, sizes):
         wait_packed(call.state, ROWS, to, rows * k.pieces, sizes)
         if is_active(call.active, to):
             mine = peer_base(call.regions, call.rank)
@@ -112,7 +127,7 @@ def _note_bad_pick(state, raw, bad, t, sizes: tl.constexpr):
 
 @triton.jit
 def _send_metadata(
-    tokens, result, raw, ids, columns, goes, slots, num_tokens, t, state, k: tl.constexpr
+    tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call, k: tl.constexpr
 ):
     """Store what stands behind the payload of token ``t`` into the ``slots [rank_bins]`` to which
     it ``goes``, and what this rank keeps of its picks.
@@ -127,12 +142,12 @@ def _send_metadata(
     pick = tl.arange(0, sizes.topk_bins)
     at = t.to(tl.int64) * topk + pick
     ids, first = merged(ids, sizes.topk_bins)
-    rank = tokens_before(tokens.picks, columns, ids, t, k.counted, k.wide, False, sizes)
+    rank = tokens_before(tokens.picks, columns, ids, t, call.rank, k.counted, k.wide, False, sizes)
     tl.store(ints(result.merged) + at, ids, mask=pick < topk)
     tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
     bad = (raw < -1) | (raw >= sizes.experts)
     if tl.max(bad.to(tl.int32)) > 0:
-        _note_bad_pick(state, raw, bad, t, sizes)
+        _note_bad_pick(call.state, raw, bad, t, sizes)
     if S and not k.cast.mode:
         s = tl.arange(0, triton.next_power_of_2(S))[None, :]
         given = tl.load(as_words(tokens.scales, 32) + t.to(tl.int64) * S + s, mask=s < S)
@@ -214,12 +229,14 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     # stores they would wait for those.
     here = are_active(call.active, r, r < sizes.ranks)
     ids = tl.where((raw < 0) | (raw >= sizes.experts), -1, raw).to(tl.int32)
-    owner = owner_of(ids, sizes.experts, sizes.ranks)
+    owner = via_of(owner_of(ids, sizes.experts, sizes.ranks), call.rank, sizes)
     goes = tl.where(here, tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1), 0)
     slots = slot_of(bases, call.parity, call.rank, t, sizes)
     if sizes.far:
         far = is_far(call.state, r, sizes)
-        number = tokens_before(tokens.picks, columns, owner, t, k.counted, k.wide, True, sizes)
+        number = tokens_before(
+            tokens.picks, columns, owner, t, call.rank, k.counted, k.wide, True, sizes
+        )
         mine, row_bytes = peer_base(call.regions, call.rank), row.slot_bytes
         staged = staged_of(mine, call.parity, r, of_ranks(number, owner, r), row_bytes, sizes)
         slots = tl.where(far, staged, slots)
@@ -231,7 +248,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     else:
         _store_words(v, first, w, goes, slots, call.rank, k)
     if piece == 0:
-        _send_metadata(tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call.state, k)
+        _send_metadata(tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call, k)
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1
