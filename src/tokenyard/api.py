@@ -324,7 +324,10 @@ class ExpertParallel(Recoverable):
         return torch.empty(shape, dtype=dtype, device=device)
 
     def stats(self) -> Stats:
-        """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""
+        """A copy of the counters: calls, rows and wire bytes per peer, waits per source. Nothing
+        waits for it."""
+        if not self._calls.closed:
+            self._calls.engine.count_waits()
         return self._stats.copy()
 
     def check(self) -> None:

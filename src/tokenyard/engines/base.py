@@ -127,6 +127,9 @@ class Engine(Protocol):
         """The report of the first rank that gave up, if any did and it is known."""
         return None
 
+    def count_waits(self) -> None:
+        """Bring to the statistics what kernels have waited for so far."""
+
     def check(self) -> None:
         """Raise what went wrong on the device since the last check."""
         ...

@@ -17,6 +17,7 @@ from tokenyard.engines.outputs import Counted, Counts, Outputs, filled_of
 from tokenyard.engines.rings import PeerWorkspace, Tuning, address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
+from tokenyard.engines.waits import DeviceWaits
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import DISPATCH, Fingerprint
@@ -61,6 +62,7 @@ class PeerEngine(Engine):
         self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
+        self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
         self._in_place = InPlaceBuffers(config, self._workspace, self.binders, self._monitor)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
@@ -123,6 +125,9 @@ class PeerEngine(Engine):
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
 
+    def count_waits(self) -> None:
+        self._waits.count()
+
     def failure(self) -> Report | None:
         return self._monitor.failure()
 
@@ -141,6 +146,7 @@ class PeerEngine(Engine):
         self._let_go("this view of symmetric memory is gone: its ExpertParallel is closed")
 
     def _let_go(self, why: str) -> None:
+        self._waits.close()
         self._in_place.close(why)
         self._memory.close()
         self._signatures.clear()
