@@ -39,7 +39,7 @@ def test_a_late_rank_shows_under_its_name(engine: str, seen: dict[str, Any]) -> 
         came = [sum(pair) for pair in zip(waits["counts"], waits.get("call", [0] * 4), strict=True)]
         late = [each for peer, each in enumerate(came) if peer != 1]
         if rank != 1:
-            assert came[1] >= 0.9 * slept, (rank, slept, waits)
+            assert came[1] >= 0.5 * slept, (rank, slept, waits)
             assert max(late) < 0.3 * came[1], (rank, slept, waits)
             assert later["counts"][1] < 0.3 * came[1], (rank, slept, later)
         else:

@@ -31,7 +31,7 @@ from tokenyard.types import Quantize
 if TYPE_CHECKING:
     from tokenyard.engines.collective_launches import Launches
 
-ON_GPUS = False
+ON_GPUS = True
 """Whether kernels are used where they can be; else torch does it all."""
 PER_SM = 4
 """Programs of a launch on each multiprocessor."""

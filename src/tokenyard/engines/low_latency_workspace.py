@@ -170,16 +170,7 @@ class Workspace:
         network = network and any(far)
         self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network, self.per_node)
         parts = memory_map.state_parts(*sized, any(far))
-        state = torch.zeros(memory_map.laid_out(parts)[1] // 8, dtype=torch.int64, device="cpu")
-        state[0], state[2] = config.rank, self.status.data_ptr()
-        if any(far):
-            at = self.sizes.state.far
-            state[at : at + ranks] = torch.tensor(far)
-        if (
-            self.per_node
-        ):  # the first call is 2: heartbeats, which are 0, are not of the call before
-            at = self.sizes.state.epochs
-            state[at : at + tuning.programs] = 1
+        state = self._first_state(far, memory_map.laid_out(parts)[1] // 8)
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
@@ -189,6 +180,18 @@ class Workspace:
         self.waited = self.state[at : at + 2 * ranks].view(ranks, 2)
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
+
+    def _first_state(self, far: list[bool], num_words: int) -> torch.Tensor:
+        """Local words before the first call, on the host."""
+        state = torch.zeros(num_words, dtype=torch.int64, device="cpu")
+        state[0], state[2] = self.config.rank, self.status.data_ptr()
+        if any(far):
+            at = self.sizes.state.far
+            state[at : at + len(far)] = torch.tensor(far)
+        if self.per_node:  # the first call is 2: heartbeats, which are 0, are not of the one before
+            at = self.sizes.state.epochs
+            state[at : at + self.tuning.programs] = 1
+        return state
 
     def _far_ranks(self, forced: bool) -> list[bool]:
         """Which ranks get puts: of other nodes, those that are not mapped, or all."""

@@ -102,6 +102,18 @@ FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16)
 """Of programs that have a multiprocessor each."""
 
 
+def pushers_of(num_sms: int, num_ranks: int) -> int:
+    """Programs of ``num_sms`` that push; the others sum. By what each moves, if 8 picks of a token
+    fall on any experts: rows for other ranks are read and stored, all are read, a sum is stored.
+
+    >>> [pushers_of(24, ranks) for ranks in (1, 2, 4, 8)]
+    [1, 10, 13, 14]
+    """
+    reached = num_ranks * (1 - (1 - 1 / num_ranks) ** 8)
+    pushed, summed = 2 * reached * (1 - 1 / num_ranks), reached + 1
+    return max(1, min(num_sms - 1, round(num_sms * pushed / (pushed + summed))))
+
+
 def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> Tuning:
     """The tuning for ``num_sms`` multiprocessors: several programs on each if they are all."""
     least = num_ranks if all_sms else 2 * num_ranks
@@ -136,8 +148,8 @@ def nvlink_tuning(num_sms: int, num_ranks: int, *, all_sms: bool) -> Tuning:
         push=FEW_PUSHES,
         gather=FEW_SUMS,
         writers=num_sms,
-        pushers=num_sms // 2,
-        gatherers=num_sms - num_sms // 2,
+        pushers=pushers_of(num_sms, num_ranks),
+        gatherers=num_sms - pushers_of(num_sms, num_ranks),
     )
 
 

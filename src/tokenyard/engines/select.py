@@ -50,8 +50,7 @@ class Request(NamedTuple):
     num_sms: int | None = None
     spare_sms: int | None = None
     once_per_node: bool | None = None
-    no_grid: str = ""
-    """Why ranks form no grid; empty if they do (``Config.topology``)."""
+    no_grid: str = ""  # why ranks form no grid; empty if they do (``Config.topology``)
 
     def sms(self, most_sms: int) -> tuple[int, bool]:
         """Multiprocessors for calls, and whether they are all but the spared, half at most."""
@@ -178,10 +177,9 @@ def _on_kernels(
     from tokenyard.engines.peer_choice import choose_nvlink, choose_twolevel
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 
-    pick = choose_nvlink
+    pick = choose_nvlink if request.engine != TWOLEVEL else choose_twolevel
     if request.engine == TWOLEVEL:
-        grid, pick = _grid(config, request), choose_twolevel
-        why = f"{grid} nodes and ranks; {why}"
+        why = f"{_grid(config, request)} nodes and ranks; {why}"
     num_bytes = request.buffer_bytes or DEFAULT_BUFFER_BYTES
     chosen = pick(config, num_sms, num_bytes, all_sms=all_sms)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
@@ -367,7 +365,7 @@ def _collective(
 def over_gloo(
     device: torch.device | None, no_grid: str, config: Config, store: dist.Store
 ) -> Choice:
-    """Engine collective over a mesh of its own, of the members of ``config``. Collective."""
+    """Engine collective over a mesh of its own, of the members of ``config``."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
     make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)

@@ -15,6 +15,7 @@ from tokenyard.engines.rings import (
     RowLayout,
     Tuning,
     least_ring,
+    pushers_of,
 )
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import SymmetricMemory
@@ -112,8 +113,8 @@ def twolevel_tuning(
         push=FEW_PUSHES,
         gather=FEW_SUMS,
         writers=num_sms,
-        pushers=max(1, num_sms // 2),
-        gatherers=max(1, num_sms - num_sms // 2),
+        pushers=pushers_of(num_sms, grid.world_size),
+        gatherers=max(1, num_sms - pushers_of(num_sms, grid.world_size)),
     )
 
 
