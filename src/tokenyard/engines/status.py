@@ -215,8 +215,11 @@ class StatusMonitor:
         """Wait for the device, or until another rank gives up, and raise then."""
         if not self._on_gpu:
             return
-        aside = Aside()
-        begun = aside.start(partial(torch.cuda.synchronize, self._workspace.memory.device))
+        aside, memory = Aside(), self._workspace.memory
+        wait = partial(torch.cuda.synchronize, memory.device)
+        if memory.shared_gpu:  # that would keep ranks of this process from launching
+            wait = torch.cuda.current_stream(memory.device).synchronize
+        begun = aside.start(wait)
         aside.close()  # it ends behind the call
         while not begun.wait(SLICE):
             self._raise_if_told()
