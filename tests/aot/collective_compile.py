@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nvlink_compile import HOPPER, TOOLS, code_facts
+from nvlink_compile import facts_of_launch
 from tokenyard.config import Config
 from tokenyard.engines.collective_launches import Launches
 from tokenyard.formats import quantize, row_of
 from tokenyard.handle import Plan, Spec
-from tokenyard.memory.kernel_launch import compile_for, gpu_target, resident_programs
 from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
@@ -104,29 +100,7 @@ def record(ranks: int) -> None:
 
 def facts_of(name: str) -> dict[str, Any]:
     """Compile the launch and look at its code."""
-    launch = LAUNCHES[name]
-    made = compile_for(
-        launch["kernel"],
-        launch["constants"],
-        launch["warps"],
-        gpu_target(90),
-        launch["max_registers"],
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
-        usage = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        sass = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers = int((usage.stdout + usage.stderr).split("REG:")[1].split()[0])
-    fit = resident_programs(HOPPER, launch["warps"], registers, made.metadata.shared)
-    sizes = {"registers": registers, "shared": made.metadata.shared, "most": fit * SMS}
-    return sizes | {"grid": launch["grid"]} | code_facts(made.asm["ptx"], sass)
+    return facts_of_launch(LAUNCHES[name])
 
 
 if __name__ == "__main__":

@@ -241,7 +241,11 @@ def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
 
 def facts_of(number: int) -> dict[str, Any]:
     """Compile the launch of this number and look at its code."""
-    _, launch = LAUNCHES[number]
+    return facts_of_launch(LAUNCHES[number][1])
+
+
+def facts_of_launch(launch: Launch) -> dict[str, Any]:
+    """Compile a launch and look at its code."""
     compiled = compile_for(
         launch["kernel"],
         launch["constants"],

@@ -1,9 +1,9 @@
 """Combine without rings: rows are pushed to a buffer at their tokens' owner.
 
-Where few multiprocessors are lent it moves half the bytes of a combine through rings: a row is read
-where it lies, and read once more by the owner. (With all of them both take what the links take.)
-The buffer has a budget. A combine takes it if every rank's rows fit, which all know from the plan;
-else rings, which hold any batch.
+Nobody waits for room or returns credits, and every program has work, which is faster where few
+multiprocessors are lent. (With all of them both ways take what the links take.) The buffer has a
+budget. A combine takes it if every rank's rows fit, which all know from the plan; else rings, which
+hold any batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ReceiveBuffer:
         self, config: Config, workspace: PeerWorkspace, growing: GrowingRegion, num_bytes: int
     ) -> None:
         self._config, self._workspace, self._growing = config, workspace, growing
-        self._rows_at, self._always = 0, num_bytes > 0
+        self._always, at = num_bytes > 0, cast("Any", region).receive_rows_at
+        self._rows_at: int = at(config.world_size, chunks_of(workspace))
         self.needed_at = 2 * config.world_size + 1 + config.matrix_ranks**2  # in ``Plan.splits``
         if num_bytes:
             growing.room(num_bytes)
@@ -94,9 +95,8 @@ class ReceiveBuffer:
         workspace, row_layout, picks = self._workspace, signature.row_layout, how.picks
         if grow:
             most = most_rows_back(self._config) * (row_layout.payload_bytes + 4 * picks)
-            self._growing.room(self._first_row() + -(-most // 256) * 256, tag)
-        weights_at = self._first_row()
-        weights_at += self._most_rows(row_layout, picks) * row_layout.payload_bytes
+            self._growing.room(self._rows_at + -(-most // 256) * 256, tag)
+        weights_at = self._rows_at + self._most_rows(row_layout, picks) * row_layout.payload_bytes
         launch = signature.bound(
             (how, picks and weights_at),
             lambda: self._growing.binders.push(
@@ -124,14 +124,7 @@ class ReceiveBuffer:
         )
         workspace.memory.settle()
 
-    def _first_row(self) -> int:
-        """Bytes before the rows."""
-        if not self._rows_at:
-            at: Any = region.receive_rows_at
-            self._rows_at = cast("int", at(self._config.world_size, chunks_of(self._workspace)))
-        return self._rows_at
-
     def _most_rows(self, row_layout: RowLayout, picks: int) -> int:
         """Rows that the buffer holds."""
         row_bytes = row_layout.payload_bytes + 4 * picks
-        return max(0, self._growing.num_bytes - self._first_row()) // row_bytes
+        return max(0, self._growing.num_bytes - self._rows_at) // row_bytes
