@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import CallRates, Rates
-from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes
+from tokenyard.planner.sizes import Ring, Sizes, role_sizes
 from tokenyard.planner.traffic import Traffic, traffic
 from tokenyard.planner.workload import Workload
 
@@ -204,11 +204,12 @@ known_traffic = lru_cache(maxsize=256)(traffic)
 
 
 def predict(call: str, work: Workload, rates: Rates) -> Terms:
-    """A call inside one node, with uniform routing. ``call``: a name of
+    """A call inside one node, with uniform routing, as in the records that rates are fitted to:
+    with a role per program, and rings. ``call``: a name of
     :data:`~tokenyard.planner.rates.CALLS`.
     """
     moved = known_traffic(work, "uniform")
     if call.startswith(COLLECTIVE):
         row_bytes = work.row_bytes if call == COLLECTIVE else work.back_bytes
         return collective_call(work, moved, getattr(rates, call), row_bytes, rates)
-    return nvlink_call(call, work, moved, nvlink_sizes(work), rates)
+    return nvlink_call(call, work, moved, role_sizes(work), rates)

@@ -65,32 +65,53 @@ class Sizes:
     pushers: int = 0
 
 
-def nvlink_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``nvlink`` among the GPUs of one node.
+def role_sizes(workload: Workload) -> Sizes:
+    """Sizes of engine ``nvlink`` among the GPUs of one node, with a role per program, and rings for
+    all calls.
 
     Raises:
         ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
     """
-    ranks, all_sms = workload.gpus_per_node, workload.sms == workload.most_sms
-    received = receive_bytes(workload.buffer_bytes, _config(workload), all_sms=all_sms)
-    shared = shares_tasks(workload.sms, ranks, all_sms=all_sms)
-    if shared:
-        grid = Topology(1, ranks)
-        channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
-        tuning: Tuning = twolevel_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
-        # as many as of programs with a role each: R - 1 of 2 R - 1 send
-        senders = max(1, round(workload.sms * (ranks - 1) / (2 * ranks - 1)))
-    else:
-        tuning = nvlink_tuning(workload.sms, ranks, all_sms=all_sms)
-        senders = tuning.channels * (ranks - 1)
+    ranks = workload.gpus_per_node
+    tuning = nvlink_tuning(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
-    signals = _signal_bytes(workload, tuning.channels, tasks=shared)
+    signals = _signal_bytes(workload, tuning.channels, tasks=False)
     return Sizes(
         channels=tuning.channels,
-        senders=senders,
+        senders=tuning.channels * (ranks - 1),
         writers=tuning.writers,
         reducers=tuning.channels,
-        pushers=0 if all_sms else workload.sms,
+        rings=(ring,),
+        symmetric_bytes=signals + ring.count * ring.num_bytes,
+    )
+
+
+def nvlink_sizes(workload: Workload) -> Sizes:
+    """Sizes that engine ``nvlink`` takes.
+
+    Raises:
+        ValueError: see :func:`role_sizes`.
+    """
+    ranks, sms = workload.gpus_per_node, workload.sms
+    if sms == workload.most_sms:
+        return role_sizes(workload)
+    received = receive_bytes(workload.buffer_bytes, _config(workload), all_sms=False)
+    if not shares_tasks(sms, ranks, all_sms=False):
+        sizes = role_sizes(workload)
+        whole = sizes.symmetric_bytes + received
+        return replace(sizes, pushers=sms, symmetric_bytes=whole)
+    grid = Topology(1, ranks)
+    channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
+    tuning = twolevel_tuning(sms, grid, all_sms=False, channels=channels)
+    ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
+    signals = _signal_bytes(workload, tuning.channels, tasks=True)
+    return Sizes(
+        channels=tuning.channels,
+        # as many as of programs with a role each: R - 1 of 2 R - 1 send
+        senders=max(1, round(sms * (ranks - 1) / (2 * ranks - 1))),
+        writers=tuning.writers,
+        reducers=tuning.channels,
+        pushers=sms,
         rings=(ring,),
         symmetric_bytes=signals + ring.count * ring.num_bytes + received,
     )
