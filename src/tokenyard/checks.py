@@ -18,7 +18,7 @@ from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES, given
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import check_view
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, flat_rows
 from tokenyard.transforms import is_followed
 from tokenyard.types import (
     FLOAT_DTYPES,
@@ -334,7 +334,7 @@ def check_rows(x: Any, handle: Handle, config: Config) -> Tensor:
         shape = _Shape("[L, R * M, H]", (local, config.padded_rows, hidden), meaning)
     hint = ": combine sums the experts' output, which is not quantised"
     _dense("x", x, shape, FLOAT_DTYPES, handle.plan.returns.device, hint)
-    return x.reshape(-1, config.hidden)
+    return flat_rows(x)
 
 
 def check_weighting(

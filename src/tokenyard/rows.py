@@ -294,3 +294,8 @@ def _sum_block(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 def _terms(rows: Tensor, at: Tensor, weights: Tensor | None) -> Tensor:
     term = rows.index_select(0, at).float()
     return term if weights is None else term.mul_(weights[at].unsqueeze(1))
+
+
+def flat_rows(x: Tensor) -> Tensor:
+    """``[rows, H]`` of rows to combine; no work of torch where they are so already."""
+    return x if x.dim() == 2 else x.flatten(0, 1)

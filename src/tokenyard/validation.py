@@ -16,7 +16,7 @@ from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import check_result
 from tokenyard.results import Later
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, flat_rows
 from tokenyard.types import Quantize
 
 _NOW = When(later=False, after=None)
@@ -153,7 +153,7 @@ class Validation:
             facts, spec = self._known((x, None, None), (*like, weighted))
             if spec is not None:
                 carried = known.arrived.weights if weighted else None
-                rows = x if x.dim() == 2 else x.flatten(0, 1)
+                rows = flat_rows(x)
                 return CombineRequest(rows, known, carried, None, None, (), None, False, when)
         rows = checks.check_rows(x, known, self._config)
         at_owner = checks.check_weighting(

@@ -33,7 +33,7 @@ PATIENT = 1e6
 class Memory:
     """Of a GPU on which nothing ever comes to an end."""
 
-    device = GPU
+    device, shared_gpu = GPU, False
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
         return wait_until(ready, timeout)

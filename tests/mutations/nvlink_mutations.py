@@ -165,7 +165,7 @@ PLAN = {
         "plan",
         first_of(
             drop_barrier("plan_kernel", before="tl.atomic_add(..., sem='release')"),
-            drop_barrier("count", nth=-1),
+            drop_barrier("count_channel", nth=-1),
         ),
         hint=1,
     ),
