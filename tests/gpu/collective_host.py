@@ -1,15 +1,14 @@
-"""Engine collective on one GPU over NCCL: ``python tests/run.py collective_host [TOKENS ...]``
-(default: 128 4096).
+"""Engine collective over NCCL, a rank on each GPU: ``python tests/run.py collective_host
+[TOKENS ...]`` (default: 128 4096).
 
-7168 bf16 channels, top-8 of 256 experts, one rank. Of each kind of call it prints launches and host
-waits of one call, as torch.profiler counts them, and the time from the call until the device is
-done: median of 20, by kernels, by torch, and beside them the least that can be done: an all-to-all
-of the rows, a gather of them and a copy.
+7168 bf16 channels, top-8 of 256 experts. Rank 0 prints. Of each kind of call it prints launches
+and host waits of one call, as torch.profiler counts them, and the time from the call until the
+device is done: median of 20, by kernels, by torch, and beside them the least that can be done: an
+all-to-all of the rows (each token to each rank), a gather of them and a copy.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 import tokenyard as ty
@@ -33,6 +33,7 @@ def microseconds(call: Callable[[], Any]) -> float:
     """Of one call, end to end; the median."""
     seen: list[float] = []
     for turn in range(TIMES + 3):
+        dist.barrier()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         call()
@@ -67,8 +68,8 @@ def counted(call: Callable[[], Any]) -> tuple[int, int, list[str]]:
 def baselines(tokens: int) -> dict[str, Callable[[], Any]]:
     """All-to-all of the rows, a gather and a copy."""
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    order = torch.arange(tokens, device="cuda")
-    packed, moved, placed = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    order = torch.arange(tokens, device="cuda").repeat(dist.get_world_size())
+    packed, moved, placed = (x.new_empty(len(order), HIDDEN) for _ in range(3))
 
     def both() -> None:
         torch.index_select(x, 0, order, out=packed)
@@ -80,7 +81,7 @@ def baselines(tokens: int) -> dict[str, Callable[[], Any]]:
 
 def calls(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
     """Kinds of calls by name."""
-    torch.manual_seed(0)
+    torch.manual_seed(ep.rank)
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     picks = torch.rand(tokens, EXPERTS, device="cuda").topk(TOP).indices
     weights = torch.rand(tokens, TOP, device="cuda")
@@ -98,8 +99,8 @@ def calls(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
 
 
 def report(tokens: int) -> None:
-    """The table for so many tokens."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    """The table for so many tokens; rank 0 prints it."""
+    device, first = torch.device("cuda", torch.cuda.current_device()), dist.get_rank() == 0
     sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
     options: dict[str, Any] = {"engine": "collective", "device": device}
     options |= {"max_tokens_per_rank": tokens, **sizes}
@@ -107,34 +108,42 @@ def report(tokens: int) -> None:
     for way in (True, False):
         collective_kernels.ON_GPUS = way
         with ty.ExpertParallel(dist.group.WORLD, **options) as ep, torch.no_grad():
-            if way:
-                print(f"{tokens} tokens; {ep.why}")
+            if way and first:
+                print(f"{tokens} tokens, {ep.world_size} ranks; {ep.why}")
             for name, call in calls(ep, tokens).items():
                 took = microseconds(call)
                 launches, waits, names = counted(call)
                 rows.setdefault(name, []).append(f"{took:9.1f} us {launches:4} {waits:3}")
-                if way and name in ("fresh FLAT", "combine FLAT"):
+                if way and first and name in ("fresh FLAT", "combine FLAT"):
                     print(f"  {name} launches: {', '.join(each[:40] for each in names)}")
-    print(f"  {'':26} {'kernels: time, launches, waits':>32} {'torch':>24}")
-    for name, both in rows.items():
-        print(f"  {name:26} {both[0]:>32} {both[1]:>24}")
-    for name, call in baselines(tokens).items():
-        print(f"  {name:26} {microseconds(call):20.1f} us")
+    least = {name: microseconds(call) for name, call in baselines(tokens).items()}
+    if first:
+        print(f"  {'':26} {'kernels: time, launches, waits':>32} {'torch':>24}")
+        for name, both in rows.items():
+            print(f"  {name:26} {both[0]:>32} {both[1]:>24}")
+        for name, took in least.items():
+            print(f"  {name:26} {took:20.1f} us")
 
 
-def main(sizes: list[int]) -> None:
-    """Alone in a group."""
-    if not torch.cuda.is_available():
-        sys.exit("collective_host needs a CUDA device, and there is none")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    torch.cuda.set_device(0)
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+def run_rank(rank: int, port: int, ranks: int, sizes: list[int]) -> None:
+    """One rank, on its own GPU."""
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
     try:
         for tokens in sizes:
             report(tokens)
     finally:
         dist.destroy_process_group()
+
+
+def main(sizes: list[int]) -> None:
+    """A process per GPU."""
+    ranks = torch.cuda.device_count()
+    if not ranks:
+        sys.exit("collective_host needs a CUDA device, and there is none")
+    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(run_rank, (store.port, ranks, sizes), ranks)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Engine collective on kernels on one GPU: ``python tests/run.py collective_ranks RANKS``.
+"""Engine collective on kernels on GPUs: ``python tests/run.py collective_ranks RANKS``.
 
-RANKS processes share GPU 0 over a gloo mesh (rows through host memory); with 1 the only rank is
-over NCCL. Each compares dispatches and combines with the oracle and with torch's way, bit for bit,
-and prints how many calls it made.
+RANKS processes have a GPU each and NCCL; with more ranks than GPUs they share GPU 0 over a gloo
+mesh (rows through host memory). Each compares dispatches and combines with the oracle and with
+torch's way, bit for bit, and prints how many calls it made.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ def check(ranks: Ranks, case: Case) -> int:
 def main(rank: int, size: int, port: int) -> None:
     """One rank."""
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
-    torch.cuda.set_device(0)
-    dist.init_process_group(
-        "nccl" if size == 1 else "gloo", store=store, rank=rank, world_size=size
-    )
-    device = torch.device("cuda", 0)
+    apart = size <= torch.cuda.device_count()
+    device = torch.device("cuda", rank if apart else 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if apart else "gloo", store=store, rank=rank, world_size=size)
     ranks = Ranks(rank, size, device, "collective", dist.group.WORLD)
     made = sum(check(ranks, case) for case in cases(size))
     torch.cuda.synchronize()

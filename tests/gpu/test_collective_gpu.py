@@ -18,9 +18,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", sorted({1, 3, max(1, torch.cuda.device_count())}))
 def test_same_bits_as_the_oracle_and_torch(ranks: int) -> None:
-    """One rank over NCCL; three that share a GPU over gloo."""
+    """Over NCCL, a rank on each GPU; over gloo where ranks share a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         command("collective_ranks", str(ranks)),
