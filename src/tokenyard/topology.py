@@ -21,6 +21,12 @@ HOST_VARIABLE = "TOKENYARD_HOST"
 _MOST_NAMED = 8
 
 
+def num_tasks(ranks: int, nodes: int) -> int:
+    """Tasks of a channel in dispatch, the kernel that has most (``kernels/two_scheduler.py``); the
+    last one enters the call barrier."""
+    return ranks + ranks // nodes + nodes - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """``num_nodes`` nodes of ``ranks_per_node`` consecutive ranks each."""

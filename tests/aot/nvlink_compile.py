@@ -32,8 +32,8 @@ from torch import Tensor
 from nvlink_mutations import planted
 from tokenyard.config import Config
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, nvlink_tuning
+from tokenyard.engines.peer_choice import choose_peer
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
@@ -142,11 +142,10 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         world_size=RANKS,
         timeout=5.0,
     )
-    tuning = nvlink_tuning(num_sms, RANKS, all_sms=num_sms == SMS)
+    chosen = choose_peer(config, num_sms, DEFAULT_BUFFER_BYTES, all_sms=num_sms == SMS, nodes=False)
+    config, tuning, make = chosen.config, chosen.tuning, chosen.engine
     failures = FailureReports(dist.HashStore(), 0, 1.0)
-    engine = NvlinkEngine(
-        config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures
-    )
+    engine = make(config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures)
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
     fp8 = Payload(cast.data, cast.scales)
@@ -202,9 +201,7 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
             else:
                 label(name, "back weighted")
                 engine.combine(rows, plan, spec, weights=torch.empty(1))
-    pushing = NvlinkEngine(
-        config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20
-    )
+    pushing = make(config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20)
     for layout in () if few else Layout:
         spec = Spec(layout=layout, exact=True)
         _, plan, _ = pushing.dispatch(plain, idx, weights, spec, None)
@@ -223,7 +220,7 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
         engine.refuse(COMBINE, True, "")
         label("a rank is gone")
         left = replace(config, absent=(1,))
-        NvlinkEngine(left, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures)
+        make(left, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures)
     return memory.launches
 
 
@@ -236,7 +233,7 @@ def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
             if everything or any(re.search(pattern, f"{name} @{num_sms}") for pattern in MAIN):
                 yield f"{name} @{num_sms}", launch
     with planted("no barrier before a release"):
-        yield "planted", record(8, few=True)["dispatch_kernel FLAT exact fresh bf16"]
+        yield "planted", record(8, few=True)["two_dispatch_kernel FLAT exact fresh bf16"]
 
 
 def facts_of(number: int) -> dict[str, Any]:

@@ -26,13 +26,13 @@ pytestmark = without_devices
 Facts = dict[str, dict[str, Any]]
 
 SPILLS = {
-    "direct_kernel FLAT exact fresh in place bf16 @8": 4,
-    "direct_kernel FLAT exact fresh in place fp8 @8": 2,
-    "direct_kernel FLAT exact cached in place fp8 @8": 2,
-    "FP8": 40,  # a row that is cast is held in registers
-    "combine_kernel EXPERT_MAJOR exact back @24": 13,  # eight rows on their way at once, 16 warps
-    "combine_kernel EXPERT_MAJOR exact back float32 @132": 9,
-    "combine_kernel EXPERT_MAJOR exact back with two biases @132": 2,
+    "two_direct_kernel FLAT exact fresh in place bf16 @24": 22,
+    "two_direct_kernel FLAT exact fresh in place fp8 @132": 12,
+    "FP8": 82,  # a row that is cast is held in registers
+    "two_combine_kernel FLAT exact back @132": 2,
+    "two_combine_kernel FLAT exact back reducing weights @132": 18,
+    "two_combine_kernel EXPERT_MAJOR exact back weighted @132": 5,
+    "two_combine_kernel EXPERT_MAJOR exact back @24": 8,  # eight rows at once, 16 warps
 }
 """Most local loads and stores where there may be some, by words of the name. All others have none.
 """
@@ -65,7 +65,7 @@ def test_rows_move_16_bytes_at_a_time(real: Facts) -> None:
         name: each
         for name, each in real.items()
         if name.startswith(
-            ("dispatch_kernel", "direct_kernel", "push_kernel", "combine_kernel FLAT")
+            ("two_dispatch_kernel", "two_direct_kernel", "push_kernel", "two_combine_kernel FLAT")
         )
     }
     assert len(moving) > 10
@@ -102,7 +102,7 @@ def test_next_channels_are_copied_while_others_are_summed(real: Facts) -> None:
     copying = {
         name: each
         for name, each in real.items()
-        if name.startswith("combine_kernel FLAT exact back")
+        if name.startswith("two_combine_kernel FLAT exact back")
     }
     assert len(copying) >= 3
     assert not wrong(copying, lambda _, each: each["copies 128"] >= 4)
@@ -133,7 +133,7 @@ def test_every_wait_acquires(real: Facts) -> None:
     rings = {
         name: each
         for name, each in real.items()
-        if name.startswith(("dispatch_kernel", "combine_kernel"))
+        if name.startswith(("two_dispatch_kernel", "two_combine_kernel"))
     }
     assert not wrong(rings, lambda _, each: each["strong loads"] > 0)
 
@@ -165,9 +165,9 @@ def test_registers_suffice(real: Facts) -> None:
 
     assert not wrong(real, lambda name, each: each["spills"] <= allowed(name))
     main = (
-        "dispatch_kernel FLAT exact fresh bf16",
-        "dispatch_kernel FLAT exact cached fp8",
-        "combine_kernel FLAT exact back @",
+        "two_dispatch_kernel FLAT exact fresh bf16",
+        "two_dispatch_kernel FLAT exact cached fp8",
+        "two_combine_kernel FLAT exact back @",
         "push_kernel FLAT exact back in place @",
     )
     assert all(any(name.startswith(words) and not allowed(name) for name in real) for words in main)

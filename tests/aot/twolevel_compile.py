@@ -23,8 +23,8 @@ from nvlink_compile import EXPERTS, HIDDEN, SMS, TOKENS, TOP, Launch, Recorder, 
 from tokenyard.config import Config
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.engines.tuning import peer_tuning
 from tokenyard.engines.twolevel import TwolevelEngine
-from tokenyard.engines.twolevel_workspace import twolevel_tuning
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
@@ -65,7 +65,7 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
         timeout=5.0,
         topology=GRID,
     )
-    tuning = twolevel_tuning(num_sms, GRID, all_sms=num_sms == SMS)
+    tuning = peer_tuning(num_sms, GRID, all_sms=num_sms == SMS)
     engine = TwolevelEngine(
         config,
         memory,
@@ -131,7 +131,7 @@ def narrow_rows() -> Launch:
         timeout=5.0,
         topology=grid,
     )
-    tuning = twolevel_tuning(8, grid, all_sms=True)
+    tuning = peer_tuning(8, grid, all_sms=True)
     engine = TwolevelEngine(
         config,
         memory,

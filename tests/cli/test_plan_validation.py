@@ -13,7 +13,7 @@ import pytest
 from tokenyard.planner.model import predict
 from tokenyard.planner.rates import CALLS, H200, CallRates
 from tokenyard.planner.record import fit, rates_from, read
-from tokenyard.planner.sizes import nvlink_sizes
+from tokenyard.planner.sizes import recorded_sizes
 from tokenyard.planner.traffic import traffic
 from tokenyard.planner.workload import Workload
 
@@ -143,7 +143,7 @@ def test_a_fit_recovers_what_made_the_times() -> None:
 
 
 def test_memory_is_what_was_measured() -> None:
-    """``symmetric_bytes`` of rows without views."""
+    """``symmetric_bytes`` of rows without views: rings, and less than 1 MiB beside them."""
     record = json.loads(tables.TWO.read_text())
     held = [
         row["symmetric_bytes"] for row in record["rows"] if row["ours"] and row["section"] == "zipf"
@@ -153,7 +153,7 @@ def test_memory_is_what_was_measured() -> None:
         for point in read(tables.TWO)
         if point.work.tokens == 64 and point.call == "dispatch"
     }
-    assert held and all(0 <= each - nvlink_sizes(work).symmetric_bytes < 1 << 20 for each in held)
+    assert held and all(0 <= each - recorded_sizes(work).symmetric_bytes < 1 << 20 for each in held)
 
 
 def test_the_record_shows_these_tables() -> None:

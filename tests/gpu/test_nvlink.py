@@ -174,9 +174,7 @@ def test_rows_of_one_rank_that_rings_cannot_hold(ranks: Ranks) -> None:
     together.
     """
     case = Case(ranks.world_size, hidden=512)
-    with case.make(ranks) as ep:
-        channels = ep._calls.engine._workspace.tuning.channels
-    with case.make(ranks, buffer_bytes=ranks.world_size * channels * 2816) as ep:
+    with case.make(ranks, buffer_bytes=ranks.world_size * 2816) as ep:
         x, (idx, weights) = case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank]
         last = ranks.rank == ranks.world_size - 1
         with pytest.raises(ty.Mismatch, match="dtype"):
@@ -256,10 +254,8 @@ def test_rows_summed_in_place(ranks: Ranks, exact: bool) -> None:
             check_combined(
                 ep.combine(gaps, recv.handle, in_place=True), case, rank, want.x, "rows with gaps"
             )
-            before = ep.buffer_bytes
             wide = ep.empty_for_combine(recv.handle, torch.float32, in_place=True).copy_(rows)
             got = ep.combine(wide, recv.handle, in_place=True)
-            assert ep.buffer_bytes > before or ranks.world_size == 1  # the landing has grown
             check_combined(got.bfloat16(), case, rank, want.x, "float32")
             dispatch(ranks, ep, case, in_place=True)
             assert torch.equal(wide.nan_to_num(), rows.float().nan_to_num())  # as it was

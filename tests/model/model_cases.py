@@ -73,7 +73,7 @@ def both(routing: Routing, chunk: int = 1, batch: int = 1, row: int = 1) -> list
 
 def least_slots(call: Call) -> int:
     """Of a ring inside a node."""
-    return call.chunk + call.batches * call.batch - 1 if call.combine else call.chunk
+    return call.chunk + call.batch - 1 if call.combine else call.chunk
 
 
 def least_far_slots(call: Call) -> int:
@@ -117,8 +117,6 @@ def bounds(limit: int) -> Iterator[Call]:
     no: Routing = ()
     for chunk, batch in product(range(1, limit + 1), repeat=2):
         yield Call(no, combine=True, chunk=chunk, batch=batch)
-    for chunk, batch in ((1, 1), (1, 2), (2, 1), (2, 2)):
-        yield Call(no, combine=True, chunk=chunk, batch=batch, batches=2)
 
 
 def far_bounds(limit: int) -> Iterator[Call]:

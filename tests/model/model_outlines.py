@@ -71,16 +71,6 @@ VERBS = (
     "call_barrier_turn",
 )
 OUTLINES = {
-    ("dispatch", "send_rows"): """
-wait_at_least(head)
-for range(begin, end, k.ring.chunk)
-  if ok
-    wait_at_least(head)
-  if ok
-    send_chunk(payload)
-    add_release(tail)
-tl.store(sent_to(peers.state, to, channel, k))
-""",  # model_rings.send
     ("dispatch", "send_chunk"): """
 for range(0, count, k.rows_sent)
   pack_rows(payload.rows)
@@ -88,14 +78,6 @@ if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
   for range(0, count, TOGETHER)
     pack_metadata(payload)
 """,  # model_rings.send
-    ("dispatch", "receive_rows"): """
-while (taken < total) & ok
-  wait_at_least(tail)
-  if ok
-    receive_chunk(routing)
-    add_release(head)
-tl.store(taken_from(peers.state, source, channel, k))
-""",  # model_rings.receive
     ("dispatch", "receive_chunk"): """
 for range(0, count, k.rows_received)
   if k.placing.by_expert
@@ -106,16 +88,6 @@ if not k.placing.by_expert and (row.scale_words or k.placing.fresh)
   for range(0, count, TOGETHER)
     place_metadata(slots)
 """,  # model_rings.receive
-    ("combine", "send_sums"): """
-wait_at_least(head)
-for range(begin, end, k.ring.chunk)
-  if ok
-    wait_at_least(head)
-  if ok
-    send_sums_chunk(parts)
-    add_release(tail)
-tl.store(sent_to(peers.state, source, channel, k))
-""",  # model_rings.send
     ("combine", "send_sums_chunk"): """
 for range(0, chunk.count, k.tiles.rows_sent)
   for range(0, H, BLOCK)
@@ -123,18 +95,6 @@ for range(0, chunk.count, k.tiles.rows_sent)
   if K
     tl.store(floats(at + k.row.scales_at)[:, None] + pick[None, :])
 """,  # model_rings.send
-    ("combine", "_reduce"): """
-for range(channel * share, t1, B)
-  if ok & (tl.max((upto > seen).to(tl.int32)) > 0)
-    wait_for_all(tails)
-  if ok
-    _add_rows(parts)
-    if k.picks
-      _add_weights(plan)
-    if (t0 + B >= t1) | ((t0 - channel * share) // B % k.batches == k.batches - 1)
-      add_release(heads)
-tl.store(bases_at)
-""",  # model_rings.reduce
     ("push", "_push_rows"): """
 for range(tl.program_id(0), chunks * OTHERS, k.pushers)
   if count > 0

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from model_machine import Look, Machine, Ops, Read, Release, Store, wait
-from model_source import ROOM_IN_COMBINE, ROOM_IN_DISPATCH, Expression
+from model_source import ROOM_INSIDE
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]
 """For each rank, for each of its tokens: the ranks that it goes to, ascending."""
@@ -28,7 +28,6 @@ class Call(NamedTuple):
         batch: tokens that a reducer takes at once, and rows that a combiner or a forwarder does.
         row: cells that a row takes.
         far_chunk, credit: rows per put, and per network credit, of engine twolevel.
-        batches: after how many batches a reducer of engine nvlink returns credits.
     """
 
     routing: Routing
@@ -38,7 +37,6 @@ class Call(NamedTuple):
     row: int = 1
     far_chunk: int = 1
     credit: int = 1
-    batches: int = 1
 
 
 class Ring(NamedTuple):
@@ -132,15 +130,15 @@ class Kernels:
         return run
 
 
-def send(flow: Flow, call: Call, room: Expression, bug: Bug) -> Ops:
+def send(flow: Flow, call: Call, bug: Bug) -> Ops:
     """A sender."""
     ring, base, rows = flow
-    if not bug("ring not drained"):
-        yield from wait(ring.head, base)
     base = 0 if bug("rows sent not counted") else base
     for i0 in range(0, len(rows) - bug("last chunk dropped"), call.chunk):
         n = min(call.chunk, len(rows) - i0)
-        want = room(sent=base, i=i0, begin=0, count=n, slots=ring.slots(call.row))
+        want = ROOM_INSIDE[call.combine](base=base, i=i0, n=n, slots=ring.slots(call.row))
+        if bug("ring not drained"):
+            want = base + i0 + n - ring.slots(call.row)
         if not bug("goes on without room"):
             yield from wait(ring.head, want - bug("one slot too many"))
         if bug("tail before data"):
@@ -171,10 +169,10 @@ def reduce(flows: Sequence[Flow], tokens: Sequence[int], call: Call, bug: Bug) -
     """A reducer: takes its tokens in order, ``batch`` at once, whatever rings their rows come
     through.
     """
-    taken = freed = [0] * len(flows)
+    taken = [0] * len(flows)
     batch = max(1, len(tokens)) if bug("waits for all rows at once") else call.batch
     tokens = tokens[::-1] if bug("tokens in another order") else tokens
-    for number, t0 in enumerate(range(0, len(tokens), batch)):
+    for t0 in range(0, len(tokens), batch):
         step = set(tokens[t0 : t0 + batch])
         upto = [
             max([taken[d], *(i + 1 for i, row in enumerate(flow.rows) if row in step)])
@@ -182,14 +180,13 @@ def reduce(flows: Sequence[Flow], tokens: Sequence[int], call: Call, bug: Bug) -
         ]
         for flow, end in zip(flows, upto, strict=True):
             yield from wait(flow.ring.tail, flow.base + end - bug("last row not awaited"))
-        returns = t0 + batch >= len(tokens) or number % call.batches == call.batches - 1
         for early in (True, False):
             for d, flow in enumerate(flows):
                 if early != bug("credit before read"):
                     yield from read(flow, range(taken[d], upto[d]), call.row)
-                elif returns and upto[d] > freed[d]:
-                    yield Release(flow.ring.head, upto[d] - freed[d])
-        taken, freed = upto, upto if returns else freed
+                elif upto[d] > taken[d]:
+                    yield Release(flow.ring.head, upto[d] - taken[d])
+        taken = upto
 
 
 def store(flow: Flow, rows: range, size: int) -> Ops:
@@ -301,14 +298,14 @@ class Rings:
                             rank,
                             number,
                             name,
-                            partial(send, flow, call, ROOM_IN_COMBINE, self._bug),
+                            partial(send, flow, call, self._bug),
                         )
                     program = partial(reduce, flows, self._tokens(call, owner, c), call, self._bug)
                     self._kernels.add(owner, number, f"reducer, channel {c}", program)
                 else:
                     for rank, some in zip(others, rows, strict=True):
                         flow = self._kernels.flow(self._rings[owner, rank, c], some)
-                        program = partial(send, flow, call, ROOM_IN_DISPATCH, self._bug)
+                        program = partial(send, flow, call, self._bug)
                         self._kernels.add(owner, number, f"sender to {rank}, channel {c}", program)
                         program = partial(receive, flow, call, self._bug)
                         self._kernels.add(

@@ -110,15 +110,11 @@ def _outlined(body: list[ast.stmt], verbs: tuple[str, ...], indent: str) -> Iter
                 yield f"{indent}{verb}({shown})"
 
 
-ROOM_IN_DISPATCH = assigned("dispatch", "send_rows", "want", "slots")
-"""What a sender of a dispatch waits for before a chunk."""
-ROOM_IN_COMBINE = assigned("combine", "send_sums", "want", "slots")
-"""The same in combine."""
 ROOM_INSIDE = {
     False: assigned("two_dispatch", "_send_turn", "want", "slots"),
     True: assigned("two_combine", "_send_turn", "want", "slots"),
 }
-"""The same inside nodes of engine twolevel, in dispatch and in combine."""
+"""What a sender inside a node waits for before a chunk, in dispatch and in combine."""
 ROOM_FAR_IN_DISPATCH = assigned("two_far", "far_turn", "want", "far_slots")
 """What a network sender waits for before a chunk."""
 ROOM_FAR_IN_COMBINE = assigned("two_combine", "_combine", "want", "far_slots")

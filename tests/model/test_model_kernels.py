@@ -23,10 +23,10 @@ from model_rings import Call
 from model_source import outline
 from nvlink_pool import without_devices
 from tokenyard.config import Config
-from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.rings import SHARED_BYTES, PeerWorkspace, RowLayout, nvlink_tuning
-from tokenyard.engines.twolevel import TwolevelEngine
-from tokenyard.engines.twolevel_workspace import NetRing, TwolevelWorkspace, twolevel_tuning
+from tokenyard.engines.ring_engine import RingEngine
+from tokenyard.engines.rings import RowLayout
+from tokenyard.engines.tuning import peer_tuning
+from tokenyard.engines.workspace import SHARED_BYTES, NetRing, PeerWorkspace
 from tokenyard.topology import Topology
 
 pytestmark = without_devices
@@ -71,7 +71,7 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
         return {ours: constants[name] for name, ours in names.items() if name in constants}
     sizes = {"slots": k.ring.slots, "chunk": k.ring.chunk}
     if hasattr(k, "tiles"):
-        sizes |= {"batch": k.tiles.rows_summed, "batches": k.batches}
+        sizes |= {"batch": k.tiles.rows_summed}
     else:
         sizes["batch"] = k.rows_forwarded or k.rows_received
     far = k.network_ring
@@ -80,12 +80,12 @@ def _sizes(constants: dict[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _workspace(kind: type[PeerWorkspace], tuning: Any, buffer_bytes: int) -> Any:
+def _workspace(grid: Topology, tuning: Any, buffer_bytes: int) -> Any:
     """Sizes without memory."""
-    workspace = object.__new__(kind)
+    workspace = object.__new__(PeerWorkspace)
     for name, value in {
         "tuning": tuning,
-        "grid": GRID,
+        "grid": grid,
         "net": False,
         "mapped": False,
         "header_words": 16,
@@ -99,16 +99,14 @@ def _workspace(kind: type[PeerWorkspace], tuning: Any, buffer_bytes: int) -> Any
     return workspace
 
 
-def _calls(
-    engine: type[NvlinkEngine], workspace: Any, hidden: int
-) -> Iterator[tuple[dict[str, int], Call]]:
+def _calls(workspace: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]:
     """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those
     sizes.
     """
     row_layout, dtype, binders = (
         RowLayout(hidden, hidden // 2, 32, 0, 0),
         torch.bfloat16,
-        engine.binders,
+        RingEngine.binders,
     )
     for combine in (False, True):
         if combine:
@@ -118,10 +116,7 @@ def _calls(
                 workspace, 2, row_layout, None, dtype, 1, by_expert=False, padding=False
             )
         known = _sizes(workspace.memory.constants)
-        sizes = {
-            name: known.get(name, 1)
-            for name in ("chunk", "far_chunk", "credit", "batch", "batches")
-        }
+        sizes = {name: known.get(name, 1) for name in ("chunk", "far_chunk", "credit", "batch")}
         yield known, Call((), combine=combine, **sizes)
 
 
@@ -134,17 +129,10 @@ def _engines() -> Iterator[tuple[dict[str, int], Call]]:
     for num_sms, all_sms, buffer_bytes, hidden in product(
         (24, 132), (False, True), BUFFERS, HIDDEN
     ):
-        tunings = (
-            nvlink_tuning(num_sms, 4, all_sms=all_sms),
-            twolevel_tuning(num_sms, GRID, all_sms=all_sms),
-        )
-        engines = (
-            (NvlinkEngine, _workspace(PeerWorkspace, tunings[0], buffer_bytes)),
-            (TwolevelEngine, _workspace(TwolevelWorkspace, tunings[1], buffer_bytes)),
-        )
-        for engine, workspace in engines:
+        for grid in (Topology(1, 4), GRID):
+            tuning = peer_tuning(num_sms, grid, all_sms=all_sms)
             with suppress(ValueError):  # less than two rows in a ring
-                yield from _calls(engine, workspace, hidden)
+                yield from _calls(_workspace(grid, tuning, buffer_bytes), hidden)
 
 
 @pytest.fixture(scope="module")
@@ -153,27 +141,20 @@ def engines() -> list[tuple[dict[str, int], Call]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ask"),
-    [(PeerWorkspace, "slots"), (TwolevelWorkspace, "slots"), (TwolevelWorkspace, "net_ring")],
+    ("grid", "ask"), [(Topology(1, 4), "slots"), (GRID, "slots"), (GRID, "net_ring")]
 )
-def test_rings_that_are_too_small_name_what_was_asked_for(
-    kind: type[PeerWorkspace], ask: str
-) -> None:
+def test_rings_that_are_too_small_name_what_was_asked_for(grid: Topology, ask: str) -> None:
     """And a size that is enough."""
-    tuning = (
-        nvlink_tuning(24, 4, all_sms=False)
-        if kind is PeerWorkspace
-        else twolevel_tuning(24, GRID, all_sms=False)
-    )
+    tuning = peer_tuning(24, grid, all_sms=False)
     row_layout = RowLayout(1024, 512, 32, 0, 0)
     text = (
         r"buffer_bytes \(5000\) holds 0 rows of 2048 bytes in each of \d+ (network )?rings of \d+ "
         r"bytes, but 2"
     )
     with pytest.raises(ValueError, match=text) as caught:
-        getattr(_workspace(kind, tuning, 5000), ask)(row_layout)
+        getattr(_workspace(grid, tuning, 5000), ask)(row_layout)
     enough = int(str(caught.value).split()[-1])
-    getattr(_workspace(kind, tuning, enough), ask)(row_layout)
+    getattr(_workspace(grid, tuning, enough), ask)(row_layout)
 
 
 def test_engines_choose_rings_that_are_large_enough(

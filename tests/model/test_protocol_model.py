@@ -38,17 +38,14 @@ def test_nothing_fails(name: str) -> None:
 
 
 def _name(call: Call) -> str:
-    words = (
-        f"chunk{call.chunk}-batch{call.batch}x{call.batches}"
-        f"-far{call.far_chunk}-credit{call.credit}"
-    )
+    words = f"chunk{call.chunk}-batch{call.batch}-far{call.far_chunk}-credit{call.credit}"
     return f"{'combine' if call.combine else 'dispatch'}-{words}"
 
 
 @pytest.mark.parametrize("call", list(bounds(3)), ids=_name)
 def test_the_least_ring_is_enough(call: Call) -> None:
     """And with one slot less somebody waits forever."""
-    step = call.batch * call.batches
+    step = call.batch
     tokens, slots = 2 * call.chunk + step + 1, least_slots(call)
     assert first_failure(flat(call, min(tokens, 8), slots)) is None
     if step > 1:

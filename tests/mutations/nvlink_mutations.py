@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from edits import change, drop, drop_barrier, first_of, insert, move, move_into, rewrite, shorten
+from edits import change, drop, drop_barrier, first_of, move, rewrite, shorten
 from mutations import mutated, mutation
+from task_mutations import TASKS, WORKERS
+from twolevel_in_place_mutations import END_IN_PLACE, NEAR_ROWS
 
 RELAXED, WHOLE_GPU = "'relaxed'", "'gpu'"
 
@@ -33,100 +35,12 @@ SYNC = {
     "no barrier behind a wait for all": mutation("barrier", "sync", drop_barrier("wait_for_all")),
 }
 
-DISPATCH = {
-    "dispatch: flag before data": mutation(
-        "flag before data", "dispatch", move("add_release(...)", "send_chunk(...)", "send_rows")
-    ),
-    "dispatch: flag before what rides along": mutation(
-        "flag before data",
-        "dispatch",
-        move_into("add_release(...)", "send_rows", "send_chunk", before="pack_metadata(...)"),
-    ),
-    "dispatch: credit before what rode along is read": mutation(
-        "credit before read",
-        "dispatch",
-        move_into(
-            "add_release(...)", "receive_rows", "receive_chunk", before="place_metadata(...)"
-        ),
-    ),
-    "dispatch: credit before read": mutation(
-        "credit before read",
-        "dispatch",
-        move("add_release(...)", "receive_chunk(...)", "receive_rows"),
-    ),
-    "dispatch: one slot too many": mutation(
-        "credit before read",
-        "dispatch",
-        rewrite("rows_ - ring_.slots", "rows_ - ring_.slots - 1", "send_rows"),
-    ),
-    "dispatch: last chunk dropped": mutation(
-        "last chunk", "dispatch", shorten("send_chunk(...)", "send_rows")
-    ),
-    "dispatch: ring not drained": mutation(
-        "reused too early",
-        "dispatch",
-        rewrite("wait_at_least(...) >= _", "True", "send_rows", nth=0),
-        within=30,
-        hint=1,
-    ),
-    "dispatch: rows sent not counted": mutation(
-        "wrong epoch",
-        "dispatch",
-        rewrite("tl.store(at_, sent_ + _ - _)", "tl.store(at_, sent_)", "send_rows"),
-    ),
-    "dispatch: rows taken not counted": mutation(
-        "wrong epoch",
-        "dispatch",
-        rewrite("tl.store(at_, base_ + _)", "tl.store(at_, base_)", "receive_rows"),
-    ),
+GUESS = {
     "dispatch: rows fly whatever the plan says": mutation(
         "guess",
-        "dispatch",
+        "two_dispatch",
         rewrite("(go_ == 0) & (forced_ == 0)", "(forced_ != 0) & (forced_ == 0)"),
         part="guesses",
-    ),
-}
-
-COMBINE = {
-    "combine: flag before data": mutation(
-        "flag before data", "combine", move("add_release(...)", "send_sums_chunk(...)", "send_sums")
-    ),
-    "combine: credit before read": mutation(
-        "credit before read",
-        "combine",
-        drop("add_release(...)", "reduce"),
-        insert(
-            "add_release(heads, upto_ - taken_, remote & (upto_ > taken_))",
-            "taken_ = upto_",
-            "reduce",
-            where=("upto_ = tl.where(...)",),
-            first=True,
-        ),
-    ),
-    "combine: one slot too many": mutation(
-        "credit before read",
-        "combine",
-        rewrite("base_ + i_ + n_ - slots_", "base_ + i_ + n_ - slots_ - 1", "send_sums"),
-    ),
-    "combine: last chunk dropped": mutation(
-        "last chunk", "combine", shorten("send_sums_chunk(...)", "send_sums")
-    ),
-    "combine: last row not awaited": mutation(
-        "last chunk",
-        "combine",
-        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", "reduce"),
-    ),
-    "combine: ring not drained": mutation(
-        "reused too early",
-        "combine",
-        rewrite("wait_at_least(...) >= _", "True", "send_sums", nth=0),
-        within=30,
-        hint=6,
-    ),
-    "combine: rows taken not counted": mutation(
-        "wrong epoch",
-        "combine",
-        change("tl.store(_, _ + taken_, mask=_)", "reduce", taken_="taken_ * 0"),
     ),
 }
 
@@ -135,21 +49,22 @@ _PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"
 CALL_BARRIER = {
     "call barrier: one half only": mutation(
         "reused too early",
-        "call_barrier",
-        rewrite(_PARITY, _ONE_PARITY, "announce_call"),
-        rewrite(_PARITY, _ONE_PARITY, "in_same_call"),
+        "region",
+        rewrite("tags_ + parity_ * ranks_ + peer_", "tags_ + peer_", "tag_of"),
         part="barriers",
         within=30,
     ),
-    "call barrier: of the last call": mutation(
+    "push: of the last call": mutation(
         "wrong epoch",
         "call_barrier",
         rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "all_in_call"),
+        part="receives",
     ),
-    "call barrier: before its tag": mutation(
+    "push: call barrier before its tag": mutation(
         "flag before data",
         "call_barrier",
         move("add_release(...)", "tl.store(tag_of(...), ...)", "announce_call", along=True),
+        part="receives",
     ),
 }
 
@@ -195,28 +110,6 @@ PLAN = {
         "flag before data",
         "header_validation",
         move("tl.atomic_xchg(..., sem='release')", "tell_host(...)", "validate"),
-    ),
-}
-
-DIRECT = {
-    "direct: buffers not waited for": mutation(
-        "reused too early",
-        "direct",
-        rewrite("all_in_call(...)", "True", "direct_kernel"),
-        part="buffers",
-        hint=2,
-    ),
-    "direct: done before the rows": mutation(
-        "flag before data",
-        "direct",
-        move("add_release(...)", "write_rows(...)", "direct_kernel", along=True),
-        part="buffers",
-    ),
-    "direct: writers of the last call": mutation(
-        "wrong epoch",
-        "direct",
-        rewrite("(calls_ + 1) * writers_ + (rank_ * 0)", "calls_ * writers_ + (rank_ * 0)"),
-        part="buffers",
     ),
 }
 
@@ -325,7 +218,17 @@ PUSH = {
     ),
 }
 
-MUTATIONS = {**SYNC, **DISPATCH, **COMBINE, **CALL_BARRIER, **PLAN, **DIRECT, **PUSH}
+MUTATIONS = {
+    **SYNC,
+    **GUESS,
+    **TASKS,
+    **WORKERS,
+    **CALL_BARRIER,
+    **PLAN,
+    **NEAR_ROWS,
+    **END_IN_PLACE,
+    **PUSH,
+}
 """By name."""
 
 LIES = {

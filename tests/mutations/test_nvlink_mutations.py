@@ -59,9 +59,13 @@ def test_every_kind_of_bug_is_made() -> None:
         "plan",
         "header_validation",
         "call_barrier",
-        "dispatch",
-        "combine",
-        "direct",
+        "region",
+        "two_dispatch",
+        "two_combine",
+        "two_scheduler",
+        "two_direct",
+        "two_in_place",
+        "two_headers",
         "push",
     }
     assert {mutation.file.split("|")[0] for mutation in MUTATIONS.values()} == files

@@ -10,37 +10,6 @@ _DRAINED, _NOT_DRAINED = f"base_ + {_ROOM}", "base_ + rows_ - ring_.slots"
 _COUNTED, _NOT_COUNTED = "tl.store(at_, base_ + _ - _)", "tl.store(at_, base_)"
 _LOOP = "while _: ..."
 
-SENDER = {
-    "dispatch: a round's end forgets what is owed": mutation(
-        "last chunk", "two_dispatch", drop("flush_signals(...)", "two_dispatch_kernel", nth=0)
-    ),
-    "dispatch: a kernel ends without publishing": mutation(
-        "last chunk", "two_dispatch", drop("flush_signals(...)", "two_dispatch_kernel", nth=-1)
-    ),
-    "own rows: no barrier between progress read and noted": mutation(
-        "barrier", "two_dispatch", drop_barrier("own_turn")
-    ),
-    "receiver: no barrier behind a look": mutation(
-        "barrier", "two_dispatch", drop_barrier("receive_turn")
-    ),
-    "forwarder: no barrier behind its looks": mutation(
-        "barrier", "two_forward", drop_barrier("forward")
-    ),
-    "sender: one slot too many": mutation(
-        "credit before read", "two_dispatch", rewrite(_ROOM, _LESS_ROOM, "send_turn")
-    ),
-    "sender: ring not drained": mutation(
-        "reused too early",
-        "two_dispatch",
-        rewrite(_DRAINED, _NOT_DRAINED, "send_turn"),
-        within=30,
-        hint=7,
-    ),
-    "receiver: rows taken not counted": mutation(
-        "wrong epoch", "two_dispatch", rewrite(_COUNTED, _NOT_COUNTED, "receive_turn")
-    ),
-}
-
 NETWORK_SENDER = {
     "network sender: one slot too many": mutation(
         "credit before read", "two_far", rewrite(_ROOM, _LESS_ROOM, "far_turn")
@@ -80,6 +49,9 @@ _EARLY = """return_credits(
 _ADD = "add_release(words(at_), count_, None)"
 
 FORWARDER = {
+    "forwarder: no barrier behind its looks": mutation(
+        "barrier", "two_forward", drop_barrier("forward")
+    ),
     "forwarder: credit before read": mutation(
         "credit before read",
         "two_forward",
@@ -136,5 +108,5 @@ FORWARDER = {
     ),
 }
 
-DISPATCH_MUTATIONS = {**SENDER, **NETWORK_SENDER, **FORWARDER}
+DISPATCH_MUTATIONS = {**NETWORK_SENDER, **FORWARDER}
 """By name."""

@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 
 from edits import change, drop, drop_barrier, first_of, insert, move, rewrite
 from mutations import mutated, mutation
-from nvlink_mutations import RELAXED, SYNC
+from nvlink_mutations import SYNC
+from task_mutations import TAKEN, TASKS, UPTO, WORKERS
 from twolevel_dispatch_mutations import DISPATCH_MUTATIONS
 from twolevel_in_place_mutations import IN_PLACE
 from twolevel_pull_mutations import PULL_MUTATIONS
-
-_UNORDERED = f"tl.atomic_add(at_, count_, mask=mask_, sem={RELAXED}, scope='sys')"
 
 NETWORK = {
     "put: bytes not published": mutation("release", "two_net", drop("add_release(...)", "nvshmem")),
@@ -33,33 +32,9 @@ NETWORK = {
     ),
 }
 
-WORKERS = {
-    "worker: tasks begin where those of the last call ended": mutation(
-        "wrong epoch", "two_scheduler", drop("tl.store(done_in(...), ...)", "begin_tasks")
-    ),
-    "worker: published twice": mutation(
-        "flag before data",
-        "two_scheduler",
-        drop("tl.store(_, tl.zeros_like(_), ...)", "flush_signals"),
-    ),
-    "worker: what is owed is added without order": mutation(
-        "release",
-        "two_scheduler",
-        rewrite("add_release(at_, count_, mask_)", _UNORDERED, "flush_signals"),
-    ),
-}
-
 _REDUCE = "reduce_turn|reduce"
-_TAKEN, _UPTO = "taken_ = upto_", "upto_ = tl.where(...)"
-"""Rows taken up to now, and with those of the tokens that are summed."""
 
 COMBINER = {
-    "combine: a round's end forgets what is owed": mutation(
-        "last chunk", "two_combine", drop("flush_signals(...)", "two_combine_kernel", nth=0)
-    ),
-    "combine: a kernel ends without publishing": mutation(
-        "last chunk", "two_combine", drop("flush_signals(...)", "two_combine_kernel", nth=-1)
-    ),
     "combiner: no barrier behind its looks": mutation(
         "barrier", "two_combine", drop_barrier("combine_turn", behind="look_at_all(...)")
     ),
@@ -117,9 +92,9 @@ COMBINER = {
         drop("defer_signal(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
         insert(
             "add_release(heads, upto_ - taken_, others & (upto_ > taken_))",
-            _TAKEN,
+            TAKEN,
             "combine_turn",
-            where=(_UPTO,),
+            where=(UPTO,),
             first=True,
         ),
     ),
@@ -141,7 +116,7 @@ COMBINER = {
             change(
                 "tl.store(_, taken_, mask=_)",
                 "combine_turn",
-                where=(_TAKEN, _UPTO),
+                where=(TAKEN, UPTO),
                 taken_="taken_ * 0",
             ),
             change("tl.store(moved_of(...), taken_, mask=_)", "end_combine", taken_="taken_ * 0"),
@@ -152,26 +127,6 @@ COMBINER = {
 _FAR = "tl.where(far_, taken_ - before_, 0)"
 
 REDUCER = {
-    "reducer: no barrier behind its look": mutation(
-        "barrier", "two_combine", drop_barrier(_REDUCE, behind="look_at_all(...)")
-    ),
-    "reducer: last row not awaited": mutation(
-        "last chunk",
-        "two_combine",
-        rewrite("tl.max(at_ - low_ + 1, axis=0)", "tl.max(at_ - low_, axis=0)", _REDUCE),
-    ),
-    "reducer: credit before read": mutation(
-        "credit before read",
-        "two_combine",
-        drop("add_release(...)", _REDUCE),
-        insert(
-            "add_release(heads, upto_ - taken_, near & (upto_ > taken_))",
-            _TAKEN,
-            _REDUCE,
-            where=(_UPTO,),
-            first=True,
-        ),
-    ),
     "reducer: a network credit too many": mutation(
         "credit before read",
         "two_combine",
@@ -197,17 +152,6 @@ REDUCER = {
 }
 
 NODE_HEADERS = {
-    "call barrier: before its tag": mutation(
-        "flag before data",
-        "two_headers",
-        move("add_release(...)", "tl.store(tag_of(...), ..., mask=_)", "announce_call_to_all"),
-        within=30,
-    ),
-    "call barrier: of the last call": mutation(
-        "wrong epoch",
-        "two_headers",
-        rewrite("call_ + 1 + (rank_ * 0)", "call_ + (rank_ * 0)", "all_are_here"),
-    ),
     "node headers: one half only": mutation(
         "reused too early",
         "two_region",
@@ -226,6 +170,7 @@ NODE_HEADERS = {
 MUTATIONS = {
     **NETWORK,
     **WORKERS,
+    **TASKS,
     **DISPATCH_MUTATIONS,
     **IN_PLACE,
     **PULL_MUTATIONS,

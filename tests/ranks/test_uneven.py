@@ -62,20 +62,13 @@ class Noting:
 
 def ringed(name: str, config: Config) -> list[Any]:
     """All that an engine with rings lays out."""
-    from tokenyard.engines import nvlink, rings, twolevel, twolevel_workspace
     from tokenyard.engines.failures import FailureReports
+    from tokenyard.engines.peer_choice import choose_peer
 
     memory, stats = Noting(config), Stats.zeros(config.rank, config.world_size)
-    if name == "nvlink":
-        make: Any = nvlink.NvlinkEngine
-        tuning: Any = rings.nvlink_tuning(8, config.world_size, all_sms=True)
-    else:
-        make, grid = twolevel.TwolevelEngine, config.topology
-        assert grid is not None
-        tuning = twolevel_workspace.twolevel_tuning(16, grid, all_sms=True, channels=2)
-    engine = make(
-        config, memory, stats, tuning, 8 << 20, FailureReports(dist.HashStore(), config.rank, 1.0)
-    )
+    chosen = choose_peer(config, 16, 8 << 20, all_sms=True, nodes=name == "twolevel")
+    failures = FailureReports(dist.HashStore(), config.rank, 1.0)
+    engine = chosen.engine(chosen.config, memory, stats, chosen.tuning, 8 << 20, failures)
     for layout in Layout:
         for exact in (True, False):
             engine.binders.plan(

@@ -14,8 +14,8 @@ import torch
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
 from tokenyard.config import Config
-from tokenyard.engines.rings import KernelConfig, Tuning, meta_words, row_layout_of
-from tokenyard.engines.twolevel_workspace import TwolevelTuning
+from tokenyard.engines.rings import meta_words, row_layout_of
+from tokenyard.engines.tuning import KernelConfig, Tuning
 from tokenyard.handle import Spec
 from tokenyard.rows import Payload
 from tokenyard.testing import ROUTINGS
@@ -52,8 +52,8 @@ class Scenario:
 
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
     through the simulated network; ``mapped``: by it go node headers and announcements only, as
-    nodes map each other's memory too. ``workers``: programs of a channel there. ``receive_bytes``:
-    of the receive buffer of engine nvlink, whose ranks are one node then if there are nodes.
+    nodes map each other's memory too. ``workers``: programs of a channel, at most.
+    ``receive_bytes``: of the receive buffer of engine nvlink.
     """
 
     world_size: int
@@ -72,26 +72,32 @@ class Scenario:
     receive_bytes: int = 0
 
     @property
+    def grid(self) -> Topology:
+        per_node = self.ranks_per_node or self.world_size
+        return Topology(self.world_size // per_node, per_node)
+
+    @property
     def tuning(self) -> Tuning:
         whole = KernelConfig(rows=self.rows, block=1024, chunk=self.chunk)
         part = KernelConfig(
             rows=self.rows, block=32, chunk=self.chunk
         )  # a row takes several of its blocks
-        configs: dict[str, Any] = {
-            "dispatch": whole,
-            "send": whole,
-            "reduce": part,
-            "direct": part,
-            "push": part,
-            "gather": replace(part, stages=self.chunk),  # of whole rows, or of pieces
-            "writers": self.channels,
-            "pushers": self.channels,
-            "gatherers": 2 - self.slots % 2,
-        }
-        if self.ranks_per_node is None:
-            return Tuning(channels=self.channels, **configs)
-        more = {"workers": self.workers, "net_chunk": self.chunk + 1, "turn": self.rows + 1}
-        return TwolevelTuning(channels=self.channels, pull=part, forward=part, **more, **configs)
+        return Tuning(
+            channels=self.channels,
+            dispatch=whole,
+            send=whole,
+            reduce=part,
+            direct=part,
+            pull=part,
+            forward=part,
+            push=part,
+            gather=replace(part, stages=self.chunk),  # of whole rows, or of pieces
+            pushers=self.channels,
+            gatherers=2 - self.slots % 2,
+            num_sms=self.channels * self.workers,
+            net_chunk=self.chunk + 1,
+            turn=self.rows + 1,
+        )
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -103,10 +109,14 @@ class Scenario:
         )
         ring = (2 * self.chunk + self.slots) * slot
         inner = self.world_size * self.channels * (-(-ring // 256) * 256)
-        if self.ranks_per_node is None:
+        if self.grid.num_nodes == 1:
             return inner
-        nodes = self.world_size // self.ranks_per_node
-        far = 2 * (nodes - 1) * self.channels * (-(-(3 * self.slots + 2) * slot // 256) * 256)
+        far = (
+            2
+            * (self.grid.num_nodes - 1)
+            * self.channels
+            * (-(-(3 * self.slots + 2) * slot // 256) * 256)
+        )
         return 2 * max(inner, far)
 
     def config(self, rank: int, timeout: float = 5.0) -> Config:
@@ -118,9 +128,7 @@ class Scenario:
             rank=rank,
             world_size=self.world_size,
             timeout=timeout,
-            topology=None
-            if self.ranks_per_node is None
-            else Topology(self.world_size // self.ranks_per_node, self.ranks_per_node),
+            topology=self.grid,
         )
 
 
@@ -180,6 +188,7 @@ def draw(world_size: int, seed: int) -> Scenario:
         rows=random.choice((1, 1, 2)),
         slots=random.choice((0, 0, 1, 3)),
         rounds=(),
+        workers=1 + seed % 4,
     )
     first = _draw_round(scenario, random, seed, few)
     if few or random.random() < 0.5:
@@ -235,16 +244,12 @@ def draw_in_place(world_size: int, seed: int) -> Scenario:
 
 
 def draw_pushed(world_size: int, seed: int) -> Scenario:
-    """The scenario of a seed with a receive buffer, which all combines take or only some. In every
-    other one programs share tasks.
-    """
+    """The scenario of a seed with a receive buffer, which all combines take or only some."""
     scenario = draw(world_size, seed)
     some = (world_size - 1) * scenario.max_tokens * 24 + 256 * world_size
     return replace(
         scenario,
         receive_bytes=(1 << 20) if seed % 3 else -(-some // 256) * 256,
-        ranks_per_node=world_size if seed % 2 else None,
-        workers=1 + seed // 2 % 3,
     )
 
 

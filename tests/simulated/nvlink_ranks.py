@@ -41,10 +41,9 @@ from nvlink_mutations import MUTATIONS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.nvlink import NvlinkEngine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.engines.rings import meta_words, row_layout_of
-from tokenyard.engines.twolevel import TaskedNvlinkEngine, TwolevelEngine
+from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
@@ -119,9 +118,7 @@ class RankRun:
         stats, num_bytes = Stats.zeros(ranks.rank, ranks.world_size), scenario.buffer_bytes
         with self.own:
             failures = FailureReports(ranks.store, self.rank, timeout)
-            make: type[NvlinkEngine] = NvlinkEngine
-            if scenario.ranks_per_node is not None:
-                make = TaskedNvlinkEngine if scenario.receive_bytes else TwolevelEngine
+            make = NvlinkEngine if scenario.ranks_per_node is None else TwolevelEngine
             self.engine = make(
                 self.config,
                 ranks.memory,

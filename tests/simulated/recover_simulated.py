@@ -23,7 +23,7 @@ from cases import Case, check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard import header as head
-from tokenyard.engines.nvlink import NvlinkEngine  # bugs are planted in what is imported
+from tokenyard.engines.ring_engine import RingEngine  # bugs are planted in what is imported
 from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, signal_table, signal_words
 from tokenyard.kernels.stand_in import StandInConfig, join_call_kernel, join_plan_kernel
 from tokenyard.kernels.sync import STATE_WORDS
@@ -45,7 +45,7 @@ def make(here: SimulatedRank, engine: str = "nvlink") -> ty.ExpertParallel:
         sizes |= {"topology": (2, size // 2), "num_sms": 2, "buffer_bytes": 1 << 15}
     group = SimulatedGroup(here)
     ep = ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **sizes)
-    assert isinstance(ep._calls.engine, NvlinkEngine)  # pyright: ignore
+    assert isinstance(ep._calls.engine, RingEngine)  # pyright: ignore
     return ep
 
 

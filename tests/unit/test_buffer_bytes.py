@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.config import Config
-from tokenyard.engines.peer_choice import choose_nvlink
+from tokenyard.engines.peer_choice import choose_peer
 from tokenyard.engines.rings import RowLayout
-from tokenyard.engines.twolevel_workspace import TwolevelWorkspace, most_channels, twolevel_tuning
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.memory.symmetric import Region
 from tokenyard.planner.prediction import sizes_of
 from tokenyard.planner.workload import DTYPES, Workload
@@ -56,15 +56,10 @@ def workspace_of(work: Workload, engine: str) -> tuple[Any, int]:
         topology=work.grid,
     )
     all_sms = work.sms == work.most_sms
-    if engine == "nvlink":
-        chosen = choose_nvlink(config, work.sms, work.buffer_bytes, all_sms=all_sms)
-        make = chosen.engine._parts[0]
-        workspace = make(chosen.config, memory, chosen.tuning, chosen.buffer_bytes)
-        asked.append(chosen.receive_bytes)
-    else:
-        channels = most_channels(work.grid, 2 * work.hidden, work.buffer_bytes)
-        tuning = twolevel_tuning(work.sms, work.grid, all_sms=all_sms, channels=channels)
-        workspace = TwolevelWorkspace(config, memory, tuning, work.buffer_bytes)
+    nodes = engine == "twolevel"
+    chosen = choose_peer(config, work.sms, work.buffer_bytes, all_sms=all_sms, nodes=nodes)
+    workspace = PeerWorkspace(chosen.config, memory, chosen.tuning, work.buffer_bytes)
+    asked.append(chosen.receive_bytes)
     return workspace, sum(asked)
 
 

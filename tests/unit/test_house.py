@@ -269,10 +269,10 @@ def test_a_call_passes_few_frames_before_its_launch() -> None:
 
             memory.on_launch = note
             call()
-    both = {"plan_kernel", "dispatch_kernel"}
+    both = {"plan_kernel", "two_dispatch_kernel"}
     assert launched == {
         "fresh": both,
         "static": both,
-        "cached": {"dispatch_kernel"},
-        "combine": {"combine_kernel"},
+        "cached": {"two_dispatch_kernel"},
+        "combine": {"push_kernel"},
     }

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
-from tokenyard.engines import low_latency_workspace, rings
+from tokenyard.engines import low_latency_workspace
+from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.select import Request
+from tokenyard.engines.tuning import peer_tuning
+from tokenyard.engines.workspace import SHARED_BYTES
+from tokenyard.topology import Topology, num_tasks
 
 SMS = 132
 DISPATCHES, COMBINES, SLOTS = 4, 2, 2
@@ -22,10 +26,14 @@ def test_calls_fit_beside_collectives(ranks: int) -> None:
     """
     room = Request(spare_sms=BESIDE_COLLECTIVES).sms(SMS)[0]
     assert room == SMS - BESIDE_COLLECTIVES
-    tuning = rings.nvlink_tuning(room, ranks, all_sms=True)
-    assert 0 < (2 * ranks - 1) * tuning.channels + 1 <= DISPATCHES * room
-    assert ranks * tuning.channels + 1 <= COMBINES * room
-    assert tuning.writers <= room
+    tuning = peer_tuning(room, Topology(1, ranks), all_sms=True)
+    for config, tasks, most in (
+        (tuning.dispatch, num_tasks(ranks, 1), DISPATCHES),
+        (tuning.reduce, ranks + 1, COMBINES),
+        (tuning.direct, 2, 1),
+        (tuning.pull, 2, 1),
+    ):
+        assert 0 < tuning.workers(config, tasks) * tuning.channels <= most * room
     assert 0 < tuning.pushers + tuning.gatherers <= COMBINES * room
     for tokens in (1, 128):
         slots = low_latency_workspace.low_latency_tuning(room, ranks, tokens)
@@ -41,9 +49,9 @@ def test_rounds_of_sums_fit_into_shared_memory(
     """Of all programs on a multiprocessor; and there are always rows under way while others are
     added.
     """
-    tuning = rings.nvlink_tuning(max(num_sms, 2 * ranks), ranks, all_sms=num_sms == SMS)
-    config, together = tuning.gather, -(-(tuning.pushers + tuning.gatherers) // tuning.writers)
-    row_bytes, shared = config.block * (ranks * item + biases), rings.SHARED_BYTES // together
+    tuning = peer_tuning(num_sms, Topology(1, ranks), all_sms=num_sms == SMS)
+    config, together = tuning.gather, -(-(tuning.pushers + tuning.gatherers) // num_sms)
+    row_bytes, shared = config.block * (ranks * item + biases), SHARED_BYTES // together
     rows, stages = config.staged(config.rows, row_bytes, shared)
     assert 0 < rows <= config.rows
     assert 1 < stages <= config.stages
@@ -68,5 +76,5 @@ def test_slots_of_long_rows_are_whole_lines(
     channels: int, scales: int, meta: int, row: int, slot: int
 ) -> None:
     """They begin at an address that is a multiple of 128; those of short rows do not grow."""
-    row_layout = rings.RowLayout(channels, channels // 2, 32, scales, meta)
+    row_layout = RowLayout(channels, channels // 2, 32, scales, meta)
     assert (row_layout.row_bytes, row_layout.slot_bytes) == (row, slot)

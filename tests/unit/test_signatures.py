@@ -52,7 +52,7 @@ def payload_of(dtype: torch.dtype, width: int, scales: tuple[torch.dtype, int] |
 def test_what_is_kept_is_what_would_be_made() -> None:
     """In any order of calls: nothing that a kind says comes from a call of another."""
     pytest.importorskip("triton")
-    from tokenyard.engines.nvlink import NvlinkEngine
+    from tokenyard.engines.ring_engine import RingEngine
     from tokenyard.engines.signatures import signature_of
 
     begun: list[tuple[Any, int]] = []
@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_would_be_made() -> None:
             payload_of(*given),
             {"weighted": weighted, "scaled": scaled, "in_place": in_place},
         )
-        kept = NvlinkEngine._signature(engine, op, payload, spec, mode, **options)
+        kept = RingEngine._signature(engine, op, payload, spec, mode, **options)
         want = signature_of(op, payload, spec, mode, CONFIG, **options)
         want.fingerprint.call = kept.fingerprint.call
         for name in (

@@ -18,7 +18,7 @@ from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_tables, t
 from tokenyard.cli.options import check_plot, check_words, command, option
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.engines.twolevel_workspace import limit_of
+from tokenyard.engines.tuning import limit_of
 from tokenyard.planner.prediction import Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
 from tokenyard.planner.rates import CALLS, H200, Rates

@@ -1,21 +1,13 @@
-"""What engine nvlink makes of the multiprocessors and the memory it is lent. Without Triton."""
+"""What engine nvlink makes of the memory it is lent. Without Triton."""
 
 from __future__ import annotations
 
 from tokenyard.config import Config
 
-FEW_SMS = 32
-"""Multiprocessors up to which programs share tasks. With 24 a dispatch is faster so; with 48 casts
-and dispatches in place are slower (``docs/benchmarks/experiments-nvlink.md``)."""
 RECEIVE_SHARE = 4
 """Bytes of a receive buffer per byte of rings, at most. Beside rings of 128 MiB it holds a layer of
 4096 tokens of 7168 channels in BF16: 411 MB where each token goes to 7 other ranks, the most that 8
 picks on 8 ranks can need."""
-
-
-def shares_tasks(num_sms: int, num_ranks: int, *, all_sms: bool) -> bool:
-    """Whether programs of engine nvlink share the tasks of all roles, or have a role each."""
-    return not all_sms and num_sms <= max(FEW_SMS, 2 * num_ranks)
 
 
 def most_rows_back(config: Config) -> int:
@@ -23,10 +15,7 @@ def most_rows_back(config: Config) -> int:
     return min(config.world_size - 1, config.num_topk) * config.max_tokens_per_rank
 
 
-def receive_bytes(buffer_bytes: int, config: Config, *, all_sms: bool) -> int:
-    """Bytes of the receive buffer beside rings of ``buffer_bytes``. With all multiprocessors rings
-    are as fast, and there is none."""
-    if all_sms:
-        return 0
+def receive_bytes(buffer_bytes: int, config: Config) -> int:
+    """Bytes of the receive buffer beside rings of ``buffer_bytes``."""
     needed = most_rows_back(config) * config.hidden * 2 + (1 << 20)  # BF16, and flags
     return min(RECEIVE_SHARE * buffer_bytes, needed) // 256 * 256

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenyard.engines.rings import PeerWorkspace
 from tokenyard.engines.signatures import Binders
 from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.memory.aside import wait_for

@@ -12,9 +12,10 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.outputs import result_of, sent_of
-from tokenyard.engines.rings import PeerWorkspace, RowLayout, addresses, sums_for
+from tokenyard.engines.rings import RowLayout, addresses, sums_for
 from tokenyard.engines.signatures import Binders, Launch, Signature
 from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place

@@ -17,9 +17,11 @@ from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
-from tokenyard.engines.rings import PeerWorkspace, Tuning, address
+from tokenyard.engines.rings import address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
+from tokenyard.engines.tuning import Tuning
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, Fingerprint
@@ -46,8 +48,7 @@ class PeerEngine(Engine):
 
     in_place = True
     hop_counts = 1  # ``ReceiveBuffer.needed``
-    _parts: Any
-    """Workspace and monitor, which make it this engine."""
+    _monitor_type = StatusMonitor
     binders: Binders
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
@@ -63,10 +64,9 @@ class PeerEngine(Engine):
         receive_bytes: int = 0,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
-        make_workspace, make_monitor = self._parts
-        self._workspace: PeerWorkspace = make_workspace(config, memory, tuning, buffer_bytes)
+        self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
-        self._monitor: StatusMonitor = make_monitor(config, self._workspace, failures)
+        self._monitor = self._monitor_type(config, self._workspace, failures)
         parts = (self._workspace, self.binders, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
@@ -219,6 +219,7 @@ class PeerEngine(Engine):
         """Launch the plan."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
+        self._table_rows = self._rows_of_table(tokens, signature)
         launch = signature.bound(topk_idx.dtype, lambda: self.binders.plan(
             workspace, config.num_topk, signature.row_layout.meta_words,
             by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
@@ -249,6 +250,10 @@ class PeerEngine(Engine):
             alignment=spec.expert_alignment,
         )
         return counted
+
+    def _rows_of_table(self, num_tokens: int, signature: Signature) -> int:
+        """What :attr:`_table_rows` is to be for a batch of ``num_tokens``."""
+        raise NotImplementedError
 
     def _route_words(self, num_tokens: Any) -> Any:
         return region.plan_words(

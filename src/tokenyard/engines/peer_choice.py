@@ -1,4 +1,4 @@
-"""Which engine with rings an object gets, and how its work is cut into programs."""
+"""What engines with rings are made with."""
 
 from __future__ import annotations
 
@@ -6,47 +6,35 @@ import dataclasses
 from typing import NamedTuple
 
 from tokenyard.config import Config
-from tokenyard.engines.budget import receive_bytes, shares_tasks
-from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.rings import Tuning, nvlink_tuning
-from tokenyard.engines.twolevel import TaskedNvlinkEngine, TwolevelEngine
-from tokenyard.engines.twolevel_workspace import most_channels, twolevel_tuning
+from tokenyard.engines.budget import receive_bytes
+from tokenyard.engines.tuning import Tuning, most_channels, peer_tuning
+from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
 from tokenyard.topology import Topology
 
 
 class PeerChoice(NamedTuple):
     """A class of engine, and what it is made with."""
 
-    engine: type[NvlinkEngine]
+    engine: type[TwolevelEngine]
     config: Config
     tuning: Tuning
-    buffer_bytes: int
     receive_bytes: int
 
 
-def choose_nvlink(config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool) -> PeerChoice:
-    """Engine nvlink with ``num_sms`` multiprocessors, ``all_sms`` or fewer than there are."""
-    ranks, received = config.world_size, receive_bytes(buffer_bytes, config, all_sms=all_sms)
-    # ranks that are gone are played for kernels of NvlinkEngine only (``kernels/stand_in.py``)
-    if config.absent or not shares_tasks(num_sms, ranks, all_sms=all_sms):
-        tuning = nvlink_tuning(num_sms, ranks, all_sms=all_sms)
-        return PeerChoice(NvlinkEngine, config, tuning, buffer_bytes, received)
-    config = dataclasses.replace(config, topology=Topology(1, ranks))
-    tuning = _tuning(config, num_sms, buffer_bytes, all_sms=all_sms)
-    return PeerChoice(TaskedNvlinkEngine, config, tuning, buffer_bytes, received)
-
-
-def choose_twolevel(
-    config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool
+def choose_peer(
+    config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool, nodes: bool
 ) -> PeerChoice:
-    """The same of engine twolevel; ``config.topology`` is its grid."""
-    tuning = _tuning(config, num_sms, buffer_bytes, all_sms=all_sms)
-    return PeerChoice(TwolevelEngine, config, tuning, buffer_bytes, 0)
+    """The engine with ``num_sms`` multiprocessors, ``all_sms`` or fewer than there are.
 
-
-def _tuning(config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool) -> Tuning:
-    """Of programs that share tasks."""
+    ``nodes``: engine twolevel, on the grid of ``config.topology``; else nvlink, for which all ranks
+    are one node.
+    """
+    if not nodes:
+        config = dataclasses.replace(config, topology=Topology(1, config.world_size))
     grid = config.topology
     assert grid is not None
     channels = most_channels(grid, 2 * config.hidden, buffer_bytes)
-    return twolevel_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
+    tuning = peer_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
+    if nodes:
+        return PeerChoice(TwolevelEngine, config, tuning, 0)
+    return PeerChoice(NvlinkEngine, config, tuning, receive_bytes(buffer_bytes, config))

@@ -17,8 +17,9 @@ from tokenyard.config import Config
 from tokenyard.engines.budget import most_rows_back
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.outputs import Known
-from tokenyard.engines.rings import PeerWorkspace, RowLayout
+from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.signatures import Signature
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums
 from tokenyard.kernels.push import chunks_of, push_rows

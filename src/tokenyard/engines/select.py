@@ -149,9 +149,8 @@ def _with_others(
     if config.absent and memory.ranks_per_node:
         found = over_gloo(memory.device, request.no_grid, config, store)
         return found._replace(why=f"{found.why}; not twolevel: NVSHMEM cannot lose a rank")
-    if config.absent:  # kernels that play the others need more programs
-        least = max(request.num_sms, 2 * config.world_size) if request.num_sms else None
-        request = request._replace(engine=NVLINK, num_sms=least)
+    if config.absent:
+        request = request._replace(engine=NVLINK)
     return again(request, config, store)
 
 
@@ -174,21 +173,21 @@ def _on_kernels(
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}{crossing}")
-    from tokenyard.engines.peer_choice import choose_nvlink, choose_twolevel
+    from tokenyard.engines.peer_choice import choose_peer
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 
-    pick = choose_nvlink if request.engine != TWOLEVEL else choose_twolevel
-    if request.engine == TWOLEVEL:
+    nodes = request.engine == TWOLEVEL
+    if nodes:
         why = f"{_grid(config, request)} nodes and ranks; {why}"
     num_bytes = request.buffer_bytes or DEFAULT_BUFFER_BYTES
-    chosen = pick(config, num_sms, num_bytes, all_sms=all_sms)
+    chosen = choose_peer(config, num_sms, num_bytes, all_sms=all_sms, nodes=nodes)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
     make = partial(
         chosen.engine,
         chosen.config,
         memory,
         tuning=chosen.tuning,
-        buffer_bytes=chosen.buffer_bytes,
+        buffer_bytes=num_bytes,
         receive_bytes=chosen.receive_bytes,
         failures=failures,
     )
@@ -198,7 +197,7 @@ def _on_kernels(
 
 def _grid(config: Config, request: Request) -> Topology:
     """The grid of engine twolevel."""
-    from tokenyard.engines.twolevel_workspace import MOST_DESTINATIONS, MOST_NODES, limit_of
+    from tokenyard.engines.tuning import MOST_DESTINATIONS, MOST_NODES, limit_of
 
     grid = config.topology
     if grid is None:

@@ -14,7 +14,7 @@ from tokenyard import header as head
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
 from tokenyard.engines.failures import ADVICE, LOOK, FailureReports, Report
-from tokenyard.engines.rings import PeerWorkspace
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
 from tokenyard.kernels import sync

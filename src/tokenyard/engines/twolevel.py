@@ -1,8 +1,5 @@
 """Engine ``twolevel``: ranks form nodes. Rows cross the network once per node, and are handed on
-inside (``docs/reference/twolevel.md``).
-
-All that concerns a rank alone, and ranks of one node, is engine nvlink's; kernels, memory and names
-of waits are this engine's.
+inside (``docs/reference/twolevel.md``). Engine ``nvlink`` is its case of one node.
 """
 
 from __future__ import annotations
@@ -14,23 +11,14 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.known import NVLINK, TWOLEVEL
-from tokenyard.engines.nvlink import NvlinkEngine
-from tokenyard.engines.outputs import CallPlan, Counted
-from tokenyard.engines.signatures import Binders, Signature
+from tokenyard.engines.outputs import Counted
+from tokenyard.engines.ring_engine import RingEngine
+from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor
-from tokenyard.engines.twolevel_workspace import TwolevelWorkspace
-from tokenyard.handle import Arrived, Spec
+from tokenyard.handle import Spec
 from tokenyard.header import COMBINE, NUM_TOKENS
 from tokenyard.kernels import region, sync, two_region
-from tokenyard.kernels.plan import bind_plan
-from tokenyard.kernels.push import bind_push
-from tokenyard.kernels.two_combine import bind_two_combine
-from tokenyard.kernels.two_direct import bind_two_direct
-from tokenyard.kernels.two_dispatch import bind_two_dispatch
-from tokenyard.kernels.two_headers import bind_two_call_barrier
-from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.routing import host_ints
-from tokenyard.rows import Payload
 
 _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.ON_PARTS.value)
 
@@ -39,8 +27,6 @@ class TwolevelMonitor(StatusMonitor):
     """Rings inside are named after the source or owner of their rows
     (``docs/reference/twolevel.md``), network rings after the node.
     """
-
-    _workspace: TwolevelWorkspace
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         grid, me = self._workspace.grid, self._config.rank
@@ -73,22 +59,11 @@ class TwolevelMonitor(StatusMonitor):
         return super()._named(phase, peer, counter)
 
 
-class TwolevelEngine(NvlinkEngine):
-    """:class:`NvlinkEngine` in two hops, for ranks that form a grid; ``tuning`` is a
-    ``TwolevelTuning``."""
+class TwolevelEngine(RingEngine):
+    """:class:`RingEngine` in two hops, for ranks that form a grid."""
 
     name, _pulls = TWOLEVEL, True
-    _parts = (TwolevelWorkspace, TwolevelMonitor)
-    binders = Binders(
-        bind_plan,
-        bind_two_dispatch,
-        bind_two_combine,
-        bind_two_direct,
-        bind_push,
-        bind_two_pull,
-        bind_two_call_barrier,
-    )
-    _workspace: TwolevelWorkspace  # pyright: ignore[reportIncompatibleVariableOverride]
+    _monitor_type = TwolevelMonitor
     _most_tokens = 0
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
@@ -137,34 +112,23 @@ class TwolevelEngine(NvlinkEngine):
     def _route_words(self, num_tokens: Any) -> Any:
         return self._plan_words(num_tokens) + self._table_words(self._table_rows)
 
-    def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0
-    ) -> Counted:
-        self._most_tokens = max(self._most_tokens, topk_idx.shape[0])
+    def _rows_of_table(self, num_tokens: int, signature: Signature) -> int:
+        self._most_tokens = max(self._most_tokens, num_tokens)
         # In place no rank has more than the most.
         known = signature.spec.exact and not signature.fingerprint.in_place
-        self._table_rows = self._most_tokens if known else self.config.max_tokens_per_rank
-        return super()._count(topk_idx, weights, signature, room)
+        return self._most_tokens if known else self.config.max_tokens_per_rank
 
     def _learn(self, signature: Signature) -> Any:
         known = super()._learn(signature)
         self._most_tokens = max(self._most_tokens, int(self._headers[:, NUM_TOKENS].max()))
         return known
 
-    def _move(
-        self,
-        payload: Payload,
-        counted: Counted,
-        signature: Signature,
-        room: tuple[int, int],
-        *,
-        forced: bool = False,
-    ) -> tuple[Payload, CallPlan, Arrived]:
-        if forced and self._most_tokens > self._table_rows:
-            self._memory.settle()  # the plan's programs may still write to its outputs
-            larger = self._with_larger_table(counted.route, counted.tokens)
-            counted = counted._replace(route=larger, route_words=larger.shape[0])
-        return super()._move(payload, counted, signature, room, forced=forced)
+    def _with_room(self, counted: Counted) -> Counted:
+        if self._most_tokens <= self._table_rows:
+            return counted
+        self._memory.settle()  # the plan's programs may still write to its outputs
+        larger = self._with_larger_table(counted.route, counted.tokens)
+        return counted._replace(route=larger, route_words=larger.shape[0])
 
     def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:
         """``route`` with a table for as many tokens as any rank has."""
@@ -178,10 +142,7 @@ class TwolevelEngine(NvlinkEngine):
         return larger
 
 
-class TaskedNvlinkEngine(TwolevelEngine):
-    """Engine nvlink where few multiprocessors are lent: all ranks are one node, and programs share
-    the tasks of senders and receivers. On two H200 with 24 of 132 multiprocessors a dispatch took
-    274 us so, and 324 where every role has programs of its own; with all of them 188 and 179.
-    """
+class NvlinkEngine(TwolevelEngine):
+    """All ranks are one node. A combine in place pushes its rows, which may lie anywhere."""
 
     name, _pulls = NVLINK, False

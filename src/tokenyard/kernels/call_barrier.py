@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, given_up, lacking, note_call,
+    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, lacking, note_call,
     wait_for_all, words,
 )  # fmt: skip
 
@@ -89,32 +88,10 @@ def count_call(state):
     tl.store(words(state) + EPOCH, calls + 1)
 
 
-@triton.jit
-def call_barrier(regions, state, tag, k: tl.constexpr):
-    """Announce the call, wait for the others, compare tags, and count the call."""
-    announce_call(regions, state, tag, k)
-    all_in_call(regions, state, tag, k)
-    count_call(state)
-
-
-@triton.jit(repr=shown_as("nvlink::call_barrier"))
-def call_barrier_kernel(regions, state, tag, k: tl.constexpr):
-    """Grid 1: a call without rows, to tell peers in a data call that this rank refuses it."""
-    if not given_up(state):
-        call_barrier(regions, state, tag, k)
-
-
 # The host's side
 
 
-def bind_call_barrier(workspace: Any) -> Callable[..., None]:
-    """Compile and load the kernel of a call without rows."""
-    ranks, channels = workspace.memory.world_size, workspace.tuning.channels
-    k = CallBarrierConfig(ranks, workspace.rank_bins, channels)
-    return workspace.memory.bind(call_barrier_kernel, 1, num_warps=4, k=k)
-
-
 def launch_call_barrier(launch: Callable[..., None], workspace: Any, tag: int) -> None:
-    """Launch what :func:`bind_call_barrier`, or that of engine twolevel, made."""
+    """Launch what ``bind_two_call_barrier`` made."""
     stand_in(workspace, tag)
     launch(workspace.peers, workspace.state_at, tag)

@@ -1,25 +1,9 @@
 # pyright: basic
-"""Dispatch in place: every row is written once, where it stays, in the destination's in-place
-buffer.
+"""Parts of a dispatch in place: rows to in-place buffers, and metadata out of them.
 
-That buffer is symmetric memory for a whole batch, ``[rows | scales | metadata]`` from three
-offsets. Its metadata is read by :func:`unpack_kernel` afterwards, in stream order.
-
-Grid ``writers``: each program reads its tokens once and writes them to all their ranks; program 0
-is in the call barrier too. Example: 2 ranks, token 3 of rank 1 goes to both at places 0 and 2, rank
-1's rows begin at 5 and 4: the row is written to row 5 of rank 0's buffer and row 6 of its own.
-
-Who publishes what, and who may read it when:
-
-* A rank that has come to the call barrier has its stream in this call, so whatever read its buffer
-  before is done. A writer waits until all ranks have come (acquire), and all name the same call,
-  before it writes the first row.
-* A writer stores its rows, then adds 1 to ``dones[me]`` at every rank (release). Program 0 waits
-  until all writers of every rank have done so in this call and all earlier ones (acquire). The
-  kernel ends after it, so later kernels may read the buffer.
-
-Program 0 counts the call when all writers of this rank are done, so they may read its number at any
-time.
+A buffer is symmetric memory for a whole batch, ``[rows | scales | metadata]`` from three offsets.
+Its metadata is read by :func:`unpack_kernel` afterwards, in stream order.
+``kernels/two_direct.py`` has the kernel that writes, and who may do so when.
 """
 
 from __future__ import annotations
@@ -30,34 +14,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import (
-    as_words, cast, cast_of, load_groups, of_each, rows_sent, store_cast,
-)  # fmt: skip
+from tokenyard.kernels.payload import as_words, cast, load_groups, of_each, store_cast
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
-from tokenyard.kernels.region import (
-    DIRECT_CALLS,
-    done_of,
-    first_in,
-    first_out,
-    in_bound,
-    peer_base,
-    place_of,
-)
+from tokenyard.kernels.region import first_in, in_bound
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
-    Batch,
-    Cast,
-    Payload,
-    Result,
-    Routing,
-    RowConstants,
-    Strides,
-    row_constants,
-    strides_in_memory,
-)
-from tokenyard.kernels.sync import ON_END, RANK, add_release, given_up, wait_for_all, words
+    Batch, Cast, Grid, NetworkRing, Payload, Result, Routing, RowConstants, Strides,
+)  # fmt: skip
+from tokenyard.kernels.sync import RANK, given_up, words
 from tokenyard.routing import power_of_two_at_least
 
 
@@ -65,28 +30,26 @@ class DirectConfig(NamedTuple):
     """What is known of a dispatch in place when its kernel is compiled."""
 
     ranks: int
-    plan_ranks: int  # the same
-    rank_bins: int  # the next power of two
+    plan_ranks: int  # destinations that plans know: ranks, then nodes
+    rank_bins: int  # a power of two, not less
     channels: int
     row: RowConstants
     in_memory: Strides  # of the payload that is sent
     cast: Cast
     rows_sent: int  # tokens in flight
     block: int  # words of each row in flight
-    writers: int = 0  # programs of engine nvlink
-    # of engine twolevel only
-    in_slot: Any = None  # Strides of rows in a network ring
-    grid: Any = None  # a Grid
-    network_ring: Any = None  # a NetworkRing
-    placing: Any = None  # a Placing
-    rows_forwarded: int = 0  # rows in flight of a forwarder
+    in_slot: Strides  # of rows in a network ring
+    grid: Grid
+    network_ring: NetworkRing
+    placing: Placing
+    rows_forwarded: int  # rows in flight of a forwarder
 
 
 class UnpackConfig(NamedTuple):
     """What is known of the unpacking of metadata when its kernel is compiled."""
 
     ranks: int
-    plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
+    plan_ranks: int
     channels: int
     placing: Placing
     metadata_words: int
@@ -202,49 +165,6 @@ def write_rows(
         _store_words(metadata, rows, at, buffers.rows + buffers.metadata_at, first, M, 32, count)
 
 
-@triton.jit(repr=shown_as("nvlink::dispatch_direct"))
-def direct_kernel(
-    regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
-    k: tl.constexpr,
-):  # fmt: skip
-    """See the module. ``k`` is a :class:`DirectConfig`; ``buffers`` the table of in-place buffers.
-
-    Rows begin at 0 of a buffer, scales and metadata at ``scales_at`` and ``metadata_at`` bytes.
-    """
-    pid = tl.program_id(0)
-    num_tokens = num_tokens.to(tl.int32)
-    r = tl.arange(0, k.rank_bins)
-    if not given_up(state):
-        me = tl.load(words(state) + RANK).to(tl.int32)
-        calls = tl.load(words(state) + DIRECT_CALLS)
-        mine = peer_base(regions, me)
-        if pid == 0:
-            announce_call(regions, state, tag, k)
-        firsts = tl.load(first_out(plan, r, k), mask=r < k.ranks, other=0)
-        parts = tl.load(words(buffers) + r, mask=r < k.ranks, other=0)
-        bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
-        targets = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
-        if all_in_call(regions, state, tag, k):
-            for t0 in range(pid * k.rows_sent, num_tokens, k.writers * k.rows_sent):
-                t = t0 + tl.arange(0, k.rows_sent)
-                here = t < num_tokens
-                table = place_of(plan, t, num_tokens, k)[:, None] + r[None, :]
-                places = tl.load(table, mask=here[:, None] & (r < k.ranks)[None, :], other=-1)
-                rows = tl.where(places >= 0, places + firsts[None, :], -1)
-                write_rows(
-                    payload, t, here, rows, targets, me + 1 + pid, k.in_memory, k.ranks,
-                    k.cast.mode > 0, k,
-                )  # fmt: skip
-            dones = done_of(bases, me, k)
-            one = tl.full((k.rank_bins,), 1, tl.int64)
-            add_release(dones, one, r < k.ranks)
-        if pid == 0:
-            dones, want = done_of(mine, r, k), (calls + 1) * k.writers + (r * 0)
-            wait_for_all(dones, want, r < k.ranks, state, ON_END, r, MORE=False)
-            count_call(state)
-            tl.store(words(state) + DIRECT_CALLS, calls + 1)
-
-
 @triton.jit(repr=shown_as("nvlink::unpack"))
 def unpack_kernel(
     state, plan, metadata, expert_ids, weights, source, slots, arrivals, num_experts,
@@ -281,33 +201,11 @@ MOST_PICKS = 256
 """Picks that a program unpacks at once."""
 
 
-def bind_direct(
-    workspace: Any, _num_topk: int, row_layout: Any, mode: Any, dtype: Any
-) -> Callable[..., None]:
-    """Compile and load the kernel of a dispatch in place: see ``bind_dispatch``."""
-    config, tuning, ranks = workspace.tuning.direct, workspace.tuning, workspace.memory.world_size
-    row = row_constants(row_layout)
-    block = min(power_of_two_at_least(row_layout.words), config.block)
-    k = DirectConfig(
-        ranks=ranks, plan_ranks=ranks, rank_bins=workspace.rank_bins, channels=tuning.channels,
-        writers=tuning.writers, row=row, in_memory=strides_in_memory(row),
-        cast=cast_of(row_layout, mode, dtype), block=block,
-        rows_sent=rows_sent(config, row_layout, mode, block, 8),
-    )  # fmt: skip
-    return workspace.memory.bind(
-        direct_kernel,
-        tuning.writers,
-        num_warps=config.num_warps,
-        max_registers=config.max_registers,
-        k=k,
-    )
-
-
 def write_in_place(
     launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, payload: Payload,
     tag: int, num_tokens: int, scales_at: int, metadata_at: int,
 ) -> None:  # fmt: skip
-    """Launch what :func:`bind_direct`, or that of engine twolevel, made."""
+    """Launch what ``bind_two_direct`` made."""
     stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, buffers, payload, tag, num_tokens, scales_at,

@@ -1,30 +1,6 @@
 # pyright: basic
-"""Dispatch into ordinary memory: rows stream through rings of bounded size, and receivers place
-them as they come.
-
-Grid ``(2 * ranks - 1) * channels + 1``: a sender per (destination, channel), a receiver per (other
-source, channel), the call barrier. Rows for this rank itself are placed by their sender. Example: 2
-ranks, 1 channel, ring of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender puts rows 0-3 into
-slots 0-3, waits until 2 were taken, puts rows 4, 5 into slots 0, 1; row i becomes arrival row
-``first_in[0] + i``.
-
-Who publishes what, and who may read it when:
-
-* The sender stores a chunk of rows into slots of its ring at the destination, then adds their
-  number to ``tails[me, channel]`` there (release). The receiver waits for the tail to grow
-  (acquire), then reads the slots.
-* A fresh dispatch may be launched before the host knows the counts. It does nothing if the plan
-  says that ranks disagree, or that one lacks room for its rows. All ranks see the same, and launch
-  again (``forced``) with room enough.
-* The receiver adds the number of rows it has read to ``heads[me, channel]`` at the source (release,
-  behind its reads). The sender waits (acquire) until a slot's last reader is done before it writes
-  that slot again.
-* A call begins with the ring drained: its sender waits until everything it ever sent was taken. So
-  slots may change their size from call to call, and slot ``i % slots`` belongs to the i-th row of
-  the channel in this call.
-
-Nobody waits in a circle: a sender waits only for the receiver of its own ring, which waits only for
-that sender. All stores to result rows are disjoint, so there is nothing to order between receivers.
+"""Parts of a dispatch through rings: rows into slots of a ring, out of them, and a rank's own rows
+to their places. ``kernels/two_dispatch.py`` has the kernel, and who may read what when.
 """
 
 from __future__ import annotations
@@ -35,30 +11,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.call_barrier import call_barrier
-from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
-from tokenyard.kernels.place import (
-    Placing, experts_of, num_experts_of, place_metadata, place_rows, placing_of,
-)  # fmt: skip
-from tokenyard.kernels.region import (
-    block_of, first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of,
-    taken_from,
-)  # fmt: skip
+from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
+from tokenyard.kernels.region import block_of, first_in, order_of
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
-    Batch, Cast, Payload, Peers, Result, RingLayout, Routing, RowConstants, Rows, Strides,
+    Batch, Cast, Grid, NetworkRing, Payload, Result, RingLayout, RowConstants, Rows, Strides,
     row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
-from tokenyard.kernels.sync import (
-    ON_ROOM,
-    ON_ROWS,
-    RANK,
-    add_release,
-    given_up,
-    wait_at_least,
-    words,
-)
 from tokenyard.routing import power_of_two_at_least
 
 TOGETHER = tl.constexpr(16)
@@ -69,8 +29,8 @@ class DispatchConfig(NamedTuple):
     """What is known of a dispatch when its kernel is compiled."""
 
     ranks: int
-    rank_bins: int  # the next power of two
-    plan_ranks: int  # destinations that plans know: ranks, then nodes if there are several
+    rank_bins: int  # a power of two, not less than plan_ranks
+    plan_ranks: int  # destinations that plans know: ranks, then nodes
     channels: int
     row: RowConstants
     in_memory: Strides  # of the payload that is sent
@@ -82,12 +42,11 @@ class DispatchConfig(NamedTuple):
     rows_received: int
     block: int  # words of each row in flight
     padding: bool  # blocks of experts end in rows of zeros
-    # of engine twolevel only
-    grid: Any = None  # a Grid
-    network_ring: Any = None  # a NetworkRing
-    rows_forwarded: int = 0  # rows in flight of a forwarder
-    forward_block: int = 0  # words of each
-    at_once: bool = False  # it reads a row once for all its places, the result's among them
+    grid: Grid
+    network_ring: NetworkRing
+    rows_forwarded: int  # rows in flight of a forwarder
+    forward_block: int  # words of each
+    at_once: bool  # it reads a row once for all its places, the result's among them
 
 
 @triton.jit
@@ -221,30 +180,6 @@ def send_chunk(payload, order, ring, begin, count, first, k: tl.constexpr):
 
 
 @triton.jit
-def send_rows(peers, routing, payload, ring, to, channel, k: tl.constexpr):
-    """Send this channel's rows for rank ``to`` through ``ring``, their ring there."""
-    begin = tl.load(out_bound(routing.plan, to, channel, k))
-    end = tl.load(out_bound(routing.plan, to, channel + 1, k))
-    order = order_of(routing.plan, to, routing.num_tokens, k)
-    mine = peer_base(peers.regions, peers.rank)
-    tail = tail_of(peer_base(peers.regions, to), peers.rank, channel, k)
-    sent = tl.load(sent_to(peers.state, to, channel, k))
-    head = head_of(mine, to, channel, k)
-    want = sent
-    ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want  # the ring is drained
-    for i in range(begin, end, k.ring.chunk):
-        count = tl.minimum(k.ring.chunk, end - i)
-        if ok:
-            want = sent + (i - begin) + count - k.ring.slots
-            ok = wait_at_least(head, want, peers.state, ON_ROOM, to, channel) >= want
-        if ok:
-            send_chunk(payload, order, ring, i, count, begin, k)
-            add_release(tail, count.to(tl.int64), None)
-    tl.debug_barrier()
-    tl.store(sent_to(peers.state, to, channel, k), sent + end - begin)
-
-
-@triton.jit
 def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.constexpr):
     """Place rows ``begin`` .. ``begin + count - 1`` of a ring. The caller returns credits.
 
@@ -274,73 +209,6 @@ def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.cons
             )
 
 
-@triton.jit
-def receive_rows(peers, routing, result, source, channel, k: tl.constexpr):
-    """Take this channel's rows of rank ``source`` out of their ring here, to their places."""
-    begin = tl.load(in_bound(routing.plan, source, channel, k))
-    end = tl.load(in_bound(routing.plan, source, channel + 1, k))
-    first = tl.load(first_in(routing.plan, source, k)) + begin
-    mine = peer_base(peers.regions, peers.rank)
-    ring = (
-        mine + k.ring.first_byte + (source * k.channels + channel).to(tl.int64) * k.ring.num_bytes
-    )
-    head = head_of(peer_base(peers.regions, source), peers.rank, channel, k)
-    base = tl.load(taken_from(peers.state, source, channel, k))
-    total = end - begin
-    taken = total * 0
-    ok = True
-    while (taken < total) & ok:
-        want = base + taken + 1
-        tail = tail_of(mine, source, channel, k)
-        seen = wait_at_least(tail, want, peers.state, ON_ROWS, source, channel)
-        ok = seen >= want
-        if ok:
-            count = tl.minimum(tl.minimum(seen - base, total).to(tl.int32) - taken, k.ring.chunk)
-            receive_chunk(routing, result, source, ring, taken, count, first, k)
-            add_release(head, count.to(tl.int64), None)
-            taken += count
-    tl.debug_barrier()
-    tl.store(taken_from(peers.state, source, channel, k), base + total)
-
-
-@triton.jit(repr=shown_as("nvlink::dispatch"))
-def dispatch_kernel(
-    regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
-    forced, k: tl.constexpr,
-):  # fmt: skip
-    """See the module. ``k`` is a :class:`DispatchConfig`; :func:`dispatch_rows` launches it."""
-    pid = tl.program_id(0)
-    if k.placing.fresh:  # launched before the host knew the counts
-        go = tl.load(go_of(plan, k))
-        pid = tl.where((go == 0) & (forced == 0), -1, pid)
-    pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
-    num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
-    num_rows = num_rows.to(tl.int32)
-    me = tl.load(words(state) + RANK).to(tl.int32)
-    peers = Peers(regions=regions, state=state, rank=me)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
-    )
-    channel = pid % k.channels
-    if (pid >= 0) & (pid < k.ranks * k.channels):
-        to = (me + 1 + pid // k.channels) % k.ranks
-        place = (me * k.channels + channel).to(tl.int64)
-        ring = peer_base(regions, to) + k.ring.first_byte + place * k.ring.num_bytes
-        if to == me:
-            begin = tl.load(out_bound(plan, me, channel, k))
-            end = tl.load(out_bound(plan, me, channel + 1, k))
-            put_own_rows(payload, routing, result, ring, begin, end, k)
-            if k.padding:
-                zero_padding(routing, num_experts_of(routing, k), result, channel, k)
-        else:
-            send_rows(peers, routing, payload, ring, to, channel, k)
-    elif (pid >= 0) & (pid < (2 * k.ranks - 1) * k.channels):
-        source = (me + k.ranks - (pid - k.ranks * k.channels) // k.channels - 1) % k.ranks
-        receive_rows(peers, routing, result, source, channel, k)
-    elif pid == (2 * k.ranks - 1) * k.channels:
-        call_barrier(regions, state, tag, k)
-
-
 # The host's side
 
 
@@ -363,35 +231,11 @@ def config_of(
     )  # fmt: skip
 
 
-def bind_dispatch(
-    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
-    padding: bool, **placed: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one call signature. May wait for the device.
-
-    Args:
-        workspace: an ``engines.rings.PeerWorkspace``.
-        form: of a row on the wire.
-        mode, dtype: how rows are cast on their way (None: not), and what the input holds.
-        slots_per_row: columns of ``slots``.
-        padding: blocks of experts end in rows of zeros.
-        placed: flags of a :class:`Placing`.
-    """
-    config, ranks = workspace.tuning.dispatch, workspace.memory.world_size
-    placing = placing_of(num_topk, slots_per_row, **placed)
-    most = config.chunk_of(workspace.slots(row_layout))
-    k = config_of(workspace, config, row_layout, mode, dtype, placing, most, padding=padding)
-    return workspace.memory.bind(
-        dispatch_kernel, (2 * ranks - 1) * k.channels + 1, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
-
-
 def dispatch_rows(
     launch: Callable[..., None], workspace: Any, *, plan: int, payload: Payload, result: Result,
     tag: int, num_tokens: int, num_experts: int, num_rows: int, forced: bool = False,
 ) -> None:  # fmt: skip
-    """Launch what :func:`bind_dispatch` made, or engine twolevel's. Structs hold addresses."""
+    """Launch what ``bind_two_dispatch`` made. Structs hold addresses."""
     stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, payload, result, tag, num_tokens, num_experts,

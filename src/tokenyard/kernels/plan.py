@@ -327,8 +327,8 @@ def bind_plan(
     workspace: Any, num_topk: int, metadata_words: int, *, by_expert: bool, padded: bool,
     exact: bool, weighted: bool, wide: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one call signature: see ``bind_dispatch``. Flags are as in
-    :class:`PlanConfig`."""
+    """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Flags are as
+    in :class:`PlanConfig`."""
     bins, channels = power_of_two_at_least, workspace.tuning.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
     ranks_per_node, far_at, network = workspace.header_exchange

@@ -306,13 +306,13 @@ def bind_push(
     workspace: Any, row_layout: Any, dtype: Any, slots_per_row: int, picks: int,
     bias: tuple[Any, ...], *, by_expert: bool, weighted: bool, weights_at: int,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one call signature: see ``bind_combine``. ``weights_at``: see
-    :class:`PushConfig`."""
+    """Compile and load the kernel for one call signature: see ``bind_two_combine``.
+    ``weights_at``: see :class:`PushConfig`."""
     tuning, push, gather = workspace.tuning, workspace.tuning.push, workspace.tuning.gather
     ranks, whole = workspace.memory.world_size, power_of_two_at_least(row_layout.hidden)
     grid, block = tuning.pushers + tuning.gatherers, min(whole, gather.block)
     token_bytes = ranks * dtype.itemsize + sum(each.itemsize for each in bias)  # per channel
-    shared = workspace.shared_bytes // -(-grid // tuning.writers)
+    shared = workspace.shared_bytes // -(-grid // tuning.num_sms)
     tokens, stages = gather.staged(
         gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
     )

@@ -205,14 +205,14 @@ def strides_in_slots(row: RowConstants) -> Strides:
     return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
 
 
-def grid_of(workspace: Any) -> Grid:
-    """Of an ``engines.twolevel_workspace.TwolevelWorkspace``."""
+def grid_of(workspace: Any, workers: int = 1) -> Grid:
+    """Of an ``engines.workspace.PeerWorkspace``; ``workers``: of each channel."""
     grid = workspace.grid
     return Grid(
         nodes=grid.num_nodes, ranks_per_node=grid.ranks_per_node,
         local_bins=power_of_two_at_least(max(2, grid.ranks_per_node)),
         header_words=workspace.header_words, first_byte=workspace.far_at, network=workspace.net,
-        mapped=workspace.mapped, workers=workspace.tuning.workers,
+        mapped=workspace.mapped, workers=workers,
     )  # fmt: skip
 
 

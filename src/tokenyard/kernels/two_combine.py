@@ -320,12 +320,13 @@ def token_bytes(workspace: Any, dtype: Any, bias: tuple[Any, ...]) -> int:
 
 
 def bind_sums(
-    kernel: Any, config: Any, workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...],
-    **constants: Any,
+    kernel: Any, config: Any, tasks: int, workspace: Any, row_layout: Any, dtype: Any,
+    bias: tuple[Any, ...], **constants: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load a kernel that takes a ``CombineConfig``, and the number of experts
-    behind the arguments of the launch."""
-    grid, (bias0, bias1) = grid_of(workspace), types_of(bias)
+    """Compile and load a kernel that takes a ``CombineConfig``, and the number of experts behind
+    the arguments of the launch. ``tasks``: of a channel."""
+    workers = workspace.tuning.workers(config, tasks)
+    grid, (bias0, bias1) = grid_of(workspace, workers), types_of(bias)
     ranks = grid.nodes * grid.ranks_per_node
     k = CombineConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
@@ -334,7 +335,7 @@ def bind_sums(
         bias1=bias1, turn=workspace.tuning.turn, **constants,
     )  # fmt: skip
     launch = workspace.memory.bind(
-        kernel, workspace.num_programs, num_warps=config.num_warps,
+        kernel, workers * k.channels, num_warps=config.num_warps,
         max_registers=config.max_registers, k=k,
     )  # fmt: skip
     return lambda *args: launch(*args, workspace.config.num_experts)
@@ -344,7 +345,8 @@ def bind_two_combine(
     workspace: Any, row_layout: Any, dtype: Any, slots_per_row: int, picks: int,
     bias: tuple[Any, ...], *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """As ``bind_combine``, of a ``TwolevelWorkspace``; ``combine_rows`` launches it."""
+    """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Arguments: as
+    in ``CombineConfig``, with torch dtypes. ``combine_rows`` launches it."""
     send, reduce = workspace.tuning.send, workspace.tuning.reduce
     slots = workspace.slots(row_layout)
     chunk = send.chunk_of(slots)
@@ -352,10 +354,11 @@ def bind_two_combine(
     tiles = tiles_of(row_layout.hidden, send, reduce, chunk, most, placed=by_expert)
     if not by_expert:
         row_bytes = tiles.block_summed * token_bytes(workspace, dtype, bias)
-        rows, stages = reduce.staged(tiles.rows_summed, row_bytes, workspace.shared_bytes)
+        rows, stages = reduce.staged(tiles.rows_summed, row_bytes, workspace.shared_for(reduce))
         tiles = tiles._replace(rows_summed=rows)
     ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk)
     return bind_sums(
-        two_combine_kernel, reduce, workspace, row_layout, dtype, bias, tiles=tiles, stages=stages,
-        ring=ring, slots_per_row=slots_per_row, by_expert=by_expert, weighted=weighted, picks=picks,
+        two_combine_kernel, reduce, workspace.memory.world_size + 1, workspace, row_layout, dtype,
+        bias, tiles=tiles, stages=stages, ring=ring, slots_per_row=slots_per_row,
+        by_expert=by_expert, weighted=weighted, picks=picks,
     )  # fmt: skip

@@ -227,8 +227,10 @@ def bind_two_direct(
     workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any
 ) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place for one call signature: see
-    ``bind_dispatch``."""
-    config, grid = workspace.tuning.direct, grid_of(workspace)
+    ``bind_two_dispatch``."""
+    config = workspace.tuning.direct
+    workers = workspace.tuning.workers(config, 2 * workspace.grid.num_nodes)
+    grid = grid_of(workspace, workers)
     network = network_ring_of(workspace, row_layout)
     row = row_constants(row_layout)
     block = min(power_of_two_at_least(row_layout.words), config.block)
@@ -243,7 +245,7 @@ def bind_two_direct(
         rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
     )  # fmt: skip
     launch = workspace.memory.bind(
-        two_direct_kernel, workspace.num_programs, num_warps=config.num_warps,
+        two_direct_kernel, workers * k.channels, num_warps=config.num_warps,
         max_registers=config.max_registers, k=k,
     )  # fmt: skip
     return lambda *args: launch(*args, workspace.config.num_experts)

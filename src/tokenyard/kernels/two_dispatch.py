@@ -272,8 +272,20 @@ def bind_two_dispatch(
     workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
     padding: bool, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
-    """As ``bind_dispatch``, of a ``TwolevelWorkspace``; ``dispatch_rows`` launches it."""
-    config, forward, grid = workspace.tuning.dispatch, workspace.tuning.forward, grid_of(workspace)
+    """Compile and load the kernel for one call signature. May wait for the device.
+
+    Args:
+        workspace: an ``engines.workspace.PeerWorkspace``.
+        row_layout: of a row on the wire.
+        mode, dtype: how rows are cast on their way (None: not), and what the input holds.
+        slots_per_row: columns of ``slots``.
+        padding: blocks of experts end in rows of zeros.
+        placed: flags of a ``Placing``.
+    """
+    config, forward = workspace.tuning.dispatch, workspace.tuning.forward
+    tasks = num_tasks(workspace.memory.world_size, workspace.grid.num_nodes)
+    workers = workspace.tuning.workers(config, tasks)
+    grid = grid_of(workspace, workers)
     network = network_ring_of(workspace, row_layout)
     placing = placing_of(num_topk, slots_per_row, **placed)
     whole = min(power_of_two_at_least(row_layout.slot_bytes // 4), config.block)
@@ -286,6 +298,6 @@ def bind_two_dispatch(
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
     )  # fmt: skip
     return workspace.memory.bind(
-        two_dispatch_kernel, workspace.num_programs, num_warps=config.num_warps,
+        two_dispatch_kernel, workers * k.channels, num_warps=config.num_warps,
         max_registers=config.max_registers, k=k,
     )  # fmt: skip

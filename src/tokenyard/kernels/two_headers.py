@@ -254,7 +254,7 @@ def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
 
 
 def bind_two_call_barrier(workspace: Any) -> Callable[..., None]:
-    """Compile and load the kernel of a call without rows, of a ``TwolevelWorkspace``."""
+    """Compile and load the kernel of a call without rows."""
     grid = grid_of(workspace)
     k = CallBarrierConfig(
         ranks=grid.nodes * grid.ranks_per_node, rank_bins=workspace.rank_bins,

@@ -314,17 +314,18 @@ def two_pull_kernel(
 def bind_two_pull(
     workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
 ) -> Callable[..., None]:
-    """Compile and load the kernel for one call signature, of a ``TwolevelWorkspace``: see
+    """Compile and load the kernel for one call signature: see
     ``bind_two_combine``."""
     config, ring = workspace.tuning.pull, workspace.net_ring(row_layout)
     block = min(power_of_two_at_least(row_layout.hidden), config.block)
     most = config.rows_of(block, min(ring.chunk, ring.most_rows))
     row_bytes = block * token_bytes(workspace, dtype, bias)
-    rows, stages = config.staged(most, row_bytes, workspace.shared_bytes)
+    rows, stages = config.staged(most, row_bytes, workspace.shared_for(config))
     tiles = Tiles(rows, block, rows, block)
     return bind_sums(
-        two_pull_kernel, config, workspace, row_layout, dtype, bias, tiles=tiles, stages=stages
-    )
+        two_pull_kernel, config, workspace.grid.num_nodes + 1, workspace, row_layout, dtype, bias,
+        tiles=tiles, stages=stages,
+    )  # fmt: skip
 
 
 def pull_rows(

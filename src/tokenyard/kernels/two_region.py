@@ -34,6 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenyard import topology
 from tokenyard.kernels.region import _head, before, first_out, ints, plan_at
 from tokenyard.kernels.sync import STATE_WORDS, words
 
@@ -57,11 +58,7 @@ def node_header_words(ranks: int, ranks_per_node: int, channels: int, header_wor
     return short + -(-ranks_per_node * channels // 2) * 2
 
 
-@triton.constexpr_function
-def num_tasks(ranks: int, nodes: int) -> int:
-    """Tasks of a channel in dispatch, the kernel that has more (``kernels/two_scheduler.py``); the
-    last one enters the call barrier."""
-    return ranks + ranks // nodes + nodes - 1
+num_tasks = triton.constexpr_function(topology.num_tasks)
 
 
 @triton.constexpr_function

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import CallRates, Rates
-from tokenyard.planner.sizes import Ring, Sizes, role_sizes
+from tokenyard.planner.sizes import Ring, Sizes, recorded_sizes
 from tokenyard.planner.traffic import Traffic, traffic
 from tokenyard.planner.workload import Workload
 
@@ -63,7 +63,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
     """A call inside a node: ``dispatch`` (routing known) and ``combine``, or a dispatch
     ``in_place``, in symmetric memory.
 
-    With few multiprocessors a combine has no rings: its programs read and store rows that go back,
+    A combine without rings: its programs read and store rows that go back,
     then read all rows of a token, and store results.
 
     In place, every writer also writes the rows that stay here, and nothing fills a pipeline. A
@@ -205,11 +205,11 @@ known_traffic = lru_cache(maxsize=256)(traffic)
 
 def predict(call: str, work: Workload, rates: Rates) -> Terms:
     """A call inside one node, with uniform routing, as in the records that rates are fitted to:
-    with a role per program, and rings. ``call``: a name of
+    with a role per program, and rings for all calls. ``call``: a name of
     :data:`~tokenyard.planner.rates.CALLS`.
     """
     moved = known_traffic(work, "uniform")
     if call.startswith(COLLECTIVE):
         row_bytes = work.row_bytes if call == COLLECTIVE else work.back_bytes
         return collective_call(work, moved, getattr(rates, call), row_bytes, rates)
-    return nvlink_call(call, work, moved, role_sizes(work), rates)
+    return nvlink_call(call, work, moved, recorded_sizes(work), rates)

@@ -9,20 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.budget import receive_bytes, shares_tasks
-from tokenyard.engines.rings import (
-    RowLayout,
-    Tuning,
-    least_ring,
-    meta_words,
-    nvlink_tuning,
-    row_layout_of,
-)
-from tokenyard.engines.twolevel_workspace import least_bytes, most_channels, twolevel_tuning
+from tokenyard.engines.budget import receive_bytes
+from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
+from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
-from tokenyard.topology import Topology
+from tokenyard.topology import Topology, num_tasks
 from tokenyard.types import Quantize
 
 
@@ -65,24 +58,28 @@ class Sizes:
     pushers: int = 0
 
 
-def role_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``nvlink`` among the GPUs of one node, with a role per program, and rings for
-    all calls.
+def recorded_sizes(workload: Workload) -> Sizes:
+    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all.
 
     Raises:
         ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
     """
-    ranks = workload.gpus_per_node
-    tuning = nvlink_tuning(workload.sms, ranks, all_sms=workload.sms == workload.most_sms)
-    ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
-    signals = _signal_bytes(workload, tuning.channels, tasks=False)
+    ranks, sms = workload.gpus_per_node, workload.sms
+    every = sms == workload.most_sms
+    least = ranks if every else 2 * ranks
+    if sms < least:
+        raise ValueError(f"records of {ranks} ranks have at least {least} SMs, and sms is {sms}")
+    channels = min(64, (2 * sms - 1) // ranks) if every else (sms - 1) // (2 * ranks - 1)
+    tuning = peer_tuning(sms, Topology(1, ranks), all_sms=every, channels=channels)
+    tuning = replace(tuning, channels=channels)
+    ring = _ring("NVLink", ranks * channels, workload.buffer_bytes, workload, tuning)
     return Sizes(
-        channels=tuning.channels,
-        senders=tuning.channels * (ranks - 1),
-        writers=tuning.writers,
-        reducers=tuning.channels,
+        channels=channels,
+        senders=channels * (ranks - 1),
+        writers=sms,
+        reducers=channels,
         rings=(ring,),
-        symmetric_bytes=signals + ring.count * ring.num_bytes,
+        symmetric_bytes=ring.count * ring.num_bytes,  # without counters and headers
     )
 
 
@@ -90,30 +87,27 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     """Sizes that engine ``nvlink`` takes.
 
     Raises:
-        ValueError: see :func:`role_sizes`.
+        ValueError: rings that hold less than two rows.
     """
     ranks, sms = workload.gpus_per_node, workload.sms
-    if sms == workload.most_sms:
-        return role_sizes(workload)
-    received = receive_bytes(workload.buffer_bytes, _config(workload), all_sms=False)
-    if not shares_tasks(sms, ranks, all_sms=False):
-        sizes = role_sizes(workload)
-        whole = sizes.symmetric_bytes + received
-        return replace(sizes, pushers=sms, symmetric_bytes=whole)
-    grid = Topology(1, ranks)
+    received, grid = receive_bytes(workload.buffer_bytes, _config(workload)), Topology(1, ranks)
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
-    tuning = twolevel_tuning(sms, grid, all_sms=False, channels=channels)
+    tuning = peer_tuning(sms, grid, all_sms=sms == workload.most_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
-    signals = _signal_bytes(workload, tuning.channels, tasks=True)
+    # of 2 R - 1 tasks that move rows R - 1 send
+    programs = tuning.channels * tuning.workers(
+        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
+    )
     return Sizes(
         channels=tuning.channels,
-        # as many as of programs with a role each: R - 1 of 2 R - 1 send
-        senders=max(1, round(sms * (ranks - 1) / (2 * ranks - 1))),
-        writers=tuning.writers,
+        senders=max(1, round(programs * (ranks - 1) / (2 * ranks - 1))),
+        writers=sms,
         reducers=tuning.channels,
         pushers=sms,
         rings=(ring,),
-        symmetric_bytes=signals + ring.count * ring.num_bytes + received,
+        symmetric_bytes=_signal_bytes(workload, tuning.channels)
+        + ring.count * ring.num_bytes
+        + received,
     )
 
 
@@ -139,7 +133,10 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     grid, buffer_bytes = workload.grid, workload.buffer_bytes
     channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
     all_sms = workload.sms == workload.most_sms
-    tuning = twolevel_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
+    tuning = peer_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
+    programs = tuning.channels * tuning.workers(
+        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
+    )
     channels, far = tuning.channels, int(buffer_bytes * tuning.net_share)
     inner = _ring("NVLink", workload.ranks * channels, buffer_bytes - far, workload, tuning)
     links = (workload.nodes - 1) * channels
@@ -147,29 +144,29 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     rings = inner.count * inner.num_bytes + 2 * network.count * network.num_bytes
     return Sizes(
         channels=channels,
-        senders=channels * tuning.workers,
-        reducers=channels * tuning.workers,
+        senders=programs,
+        reducers=programs,
         rings=(network, inner),
-        symmetric_bytes=_signal_bytes(workload, channels, tasks=True) + rings,
+        symmetric_bytes=_signal_bytes(workload, channels) + rings,
     )
 
 
-def _signal_bytes(workload: Workload, channels: int, *, tasks: bool) -> int:
-    """Bytes before the rings: of ``region.signal_words`` and, where programs share ``tasks``,
-    ``two_region.signal_table``, which need Triton.
-    """
+def _signal_bytes(workload: Workload, channels: int) -> int:
+    """Bytes before the rings: of ``region.signal_words`` and ``two_region.signal_table``, which
+    need Triton."""
     ranks, nodes = workload.ranks, workload.nodes
     header = COUNTS + -(-workload.experts // ranks)
-    words = [2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header)]
-    if tasks:
-        parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
-        node_header = sum(-(-part // 2) * 2 for part in parts)
-        words.append(2 * nodes * channels + 4 * ranks * node_header + 4)
+    parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
+    node_header = sum(-(-part // 2) * 2 for part in parts)
+    words = (
+        2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header),
+        2 * nodes * channels + 4 * ranks * node_header + 4,
+    )
     return sum(-(-count // 32) * 256 for count in words)  # int64, padded to 256 bytes
 
 
 def _whole_chunks(ring: Ring, most: int) -> Ring:
-    """As ``TwolevelWorkspace.net_ring`` uses it: whole chunks, at least three of them where they
+    """As ``PeerWorkspace.net_ring`` uses it: whole chunks, at least three of them where they
     fit."""
     chunk, back = (max(1, min(most, slots // 3)) for slots in (ring.slots, ring.back_slots))
     return replace(
@@ -208,9 +205,6 @@ def _least_bytes(workload: Workload, channels: int) -> int:
     """A buffer that is large enough, for rows of all dtypes."""
     works = [replace(workload, dtype=dtype) for dtype in DTYPES]
     slot = max(row_layout.slot_bytes for work in works for row_layout in row_layouts(work))
-    all_sms = workload.sms == workload.most_sms
-    if workload.nodes == 1 and not shares_tasks(workload.sms, workload.ranks, all_sms=all_sms):
-        return workload.ranks * channels * least_ring(slot)
     return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
 

@@ -1,5 +1,5 @@
-"""Engine ``nvlink``: Triton kernels that store rows straight into peers' memory, in rings of
-bounded size.
+"""Calls of engines ``nvlink`` and ``twolevel``: Triton kernels that store rows straight into peers'
+memory, in rings of bounded size.
 
 Life of a fresh dispatch: plan (one launch: merge, place, exchange counts), the host learns the
 counts (exact shapes only), rows (one launch: send, receive, place). A cached dispatch is the second
@@ -9,18 +9,16 @@ launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from tokenyard.engines.known import NVLINK
 from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result_of, sent_of
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import (
-    PeerWorkspace,
     address,
     addresses,
     aligned,
@@ -28,34 +26,34 @@ from tokenyard.engines.rings import (
     sums_for,
 )
 from tokenyard.engines.signatures import Binders, Signature
-from tokenyard.engines.status import StatusMonitor, pack_routing
+from tokenyard.engines.status import pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.kernels.call_barrier import bind_call_barrier
-from tokenyard.kernels.combine import Partials, Sums, bind_combine, combine_rows
-from tokenyard.kernels.direct import bind_direct
-from tokenyard.kernels.dispatch import bind_dispatch, dispatch_rows
+from tokenyard.kernels.combine import Partials, Sums, combine_rows
+from tokenyard.kernels.dispatch import dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.kernels.plan import bind_plan
 from tokenyard.kernels.push import bind_push
+from tokenyard.kernels.two_combine import bind_two_combine
+from tokenyard.kernels.two_direct import bind_two_direct
+from tokenyard.kernels.two_dispatch import bind_two_dispatch
+from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 
-class NvlinkEngine(PeerEngine):
+class RingEngine(PeerEngine):
     """Dispatch and combine by peer stores."""
 
-    name = NVLINK
-    _parts: Any = (PeerWorkspace, StatusMonitor)
     binders = Binders(
         bind_plan,
-        bind_dispatch,
-        bind_combine,
-        bind_direct,
+        bind_two_dispatch,
+        bind_two_combine,
+        bind_two_direct,
         bind_push,
         bind_two_pull,
-        bind_call_barrier,
+        bind_two_call_barrier,
     )
     _pulls = False
     """Whether a combine in place reads peers' rows where they are; else they are pushed."""
@@ -265,6 +263,10 @@ class NvlinkEngine(PeerEngine):
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
         return self._finish(*moved, known, signature)
 
+    def _with_room(self, counted: Counted) -> Counted:
+        """``counted``, now that all ranks' tokens are known."""
+        raise NotImplementedError
+
     def _move(
         self,
         payload: Payload,
@@ -277,6 +279,8 @@ class NvlinkEngine(PeerEngine):
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
         config, spec = self.config, signature.spec
         arrived_rows, num_rows = room
+        if forced:
+            counted = self._with_room(counted)
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
         if signature.fingerprint.in_place:
             out = self._in_place.write(

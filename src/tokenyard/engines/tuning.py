@@ -1,0 +1,202 @@
+"""How work of engines nvlink and twolevel is cut into programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tokenyard.engines.rings import least_ring
+from tokenyard.topology import Topology
+
+MANY_REGISTERS = 128
+"""Of a thread, where a program may have as many as the compiler likes."""
+NET_SHARE = 0.5
+MOST_CHANNELS = 64
+LEAST_SLOTS = 8
+"""Rows in a ring below which fewer channels, with more workers each, are better."""
+
+
+MOST_DESTINATIONS = 512
+"""Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers:
+32 x 8 compiles, 64 x 8 had not after 200 s, and of 128 x 8 Triton refuses the table."""
+MOST_NODES = 64
+"""Sums over nodes are unrolled: those of 64 nodes compile in a minute, of 128 not within 100 s."""
+
+
+def limit_of(grid: Topology) -> str:
+    """What engine twolevel takes at most, where ``grid`` has more; "" if it takes the grid."""
+    if grid.world_size + grid.num_nodes > MOST_DESTINATIONS:
+        return f"{MOST_DESTINATIONS} ranks and nodes together"
+    return f"{MOST_NODES} nodes" if grid.num_nodes > MOST_NODES else ""
+
+
+def _at_once(rows: int, most: int) -> int:
+    """A power of two: not more than ``rows``, nor ``most``, but at least 1."""
+    return 1 << (max(1, min(rows, most)).bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    """How a role of a kernel works."""
+
+    rows: int  # that a program has in flight
+    block: int  # words (channels in combine) of each
+    chunk: int = 8  # rows per release
+    num_warps: int = 8  # per program; all roles of a kernel have the same
+    max_registers: int | None = None  # per thread; None: as many as the compiler likes
+    stages: int = 1  # of sums: rounds of loads at once, as shared memory has room for
+    per_sm: int = 1  # programs on a multiprocessor, where all are lent
+
+    def chunk_of(self, slots: int) -> int:
+        """Rows per release through a ring of ``slots``: two chunks must fit."""
+        return min(self.chunk, slots // 2)
+
+    def rows_of(self, block: int, most: int) -> int:
+        """Rows in flight, a power of two up to ``most``: several if of few (``block``) words."""
+        return _at_once(self.rows * self.block // block, most)
+
+    def casts_of(self, channels: int, most: int) -> int:
+        """Rows of ``channels`` cast at once, a power of two: they take half of the registers."""
+        registers = (self.max_registers or MANY_REGISTERS) // 2 * self.num_warps * 32
+        return _at_once(registers // channels, most)
+
+    def stages_for(self, round_bytes: int, shared: int) -> int:
+        """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there. 4
+        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each.
+        """
+        return max(1, min(self.stages, 1 + shared // round_bytes))
+
+    def staged(self, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
+        """``rows`` of a round, and its stages. Fewer rows where no round of them fits into shared
+        memory: nor do registers hold them. ``row_bytes``: of a row, with all that is added to it.
+        """
+        while rows > 1 and self.stages > 1 and self.stages_for(rows * row_bytes, shared) == 1:
+            rows //= 2
+        return rows, self.stages_for(rows * row_bytes, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How work is divided into programs. Equal on all ranks.
+
+    A channel's work is a row of tasks (one per role and peer, and the call barrier), which its
+    programs share, its *workers* (``kernels/two_scheduler.py``). With as many workers as tasks each
+    has a program of its own; with one, each program does everything for its channel.
+    """
+
+    channels: int
+    dispatch: KernelConfig
+    send: KernelConfig  # these two: of combine
+    reduce: KernelConfig
+    direct: KernelConfig  # of a dispatch in place
+    pull: KernelConfig  # of a combine in place
+    # of a combine without rings: ``rows`` x ``block`` words at once, wherever rows begin
+    push: KernelConfig
+    gather: KernelConfig  # of its sums: with ``stages`` of whole rows, else of ``block`` channels
+    pushers: int  # programs of a combine without rings, as the next
+    gatherers: int
+    # of forwarders, without ``chunk``: rings inside have one (``dispatch.chunk``)
+    forward: KernelConfig
+    num_sms: int  # multiprocessors that calls may use
+    net_chunk: int = 16  # rows per put and per network credit, at most
+    turn: int = 16  # tokens that a reducer sums in one turn
+    net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
+
+    def workers(self, config: KernelConfig, tasks: int) -> int:
+        """Programs of each channel of a kernel of ``config`` with so many ``tasks`` per channel."""
+        return max(1, min(tasks, config.per_sm * self.num_sms // self.channels))
+
+
+FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
+FEW_PULLS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
+FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16)
+"""Of programs that have a multiprocessor each."""
+
+
+def pushers_of(num_sms: int, num_ranks: int) -> int:
+    """Programs of ``num_sms`` that push; the others sum. By what each moves, if 8 picks of a token
+    fall on any experts: rows for other ranks are read and stored, all are read, a sum is stored.
+
+    >>> [pushers_of(24, ranks) for ranks in (1, 2, 4, 8)]
+    [1, 10, 13, 14]
+    """
+    reached = num_ranks * (1 - (1 - 1 / num_ranks) ** 8)
+    pushed, summed = 2 * reached * (1 - 1 / num_ranks), reached + 1
+    return max(1, min(num_sms - 1, round(num_sms * pushed / (pushed + summed))))
+
+
+def most_channels(grid: Topology, row_bytes: int, buffer_bytes: int) -> int:
+    """Channels (1 at least) whose rings all hold ``LEAST_SLOTS`` rows of ``row_bytes``."""
+    near, far = grid.world_size, 2 * (grid.num_nodes - 1)
+    share = NET_SHARE if far else 0.0
+    far_bytes = share * buffer_bytes / far if far else buffer_bytes
+    rows = min((1 - share) * buffer_bytes / near, far_bytes) / row_bytes
+    return max(1, min(MOST_CHANNELS, int(rows / LEAST_SLOTS)))
+
+
+def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) -> int:
+    """The buffer from which on every ring holds two rows of ``slot_bytes``, though larger buffers
+    have more than ``channels``.
+
+    :func:`most_channels` gives rings ``LEAST_SLOTS`` rows of ``row_bytes``. Where two slots are
+    more than that, as those of short rows with many picks are, any number of channels must do.
+    """
+    ring = least_ring(slot_bytes)
+    channels = channels if ring <= LEAST_SLOTS * row_bytes else MOST_CHANNELS
+    near, far = grid.world_size, 2 * (grid.num_nodes - 1)
+    if not far:
+        return near * channels * ring
+    return math.ceil(channels * ring * max(near / (1 - NET_SHARE), far / NET_SHARE))
+
+
+def peer_tuning(
+    num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
+) -> Tuning:
+    """The tuning for ``num_sms`` multiprocessors, and ``channels`` at most. ValueError: there is
+    none for a program.
+    """
+    if num_sms < 1:
+        raise ValueError(f"num_sms ({num_sms}) must be at least 1")
+    if all_sms and grid.num_nodes == 1:
+        return _all_of_one_node(num_sms, grid.world_size, channels)
+    dispatch = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
+    pushers = pushers_of(num_sms, grid.world_size)
+    return Tuning(
+        channels=min(channels, num_sms),
+        dispatch=dispatch,
+        send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
+        reduce=KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
+        if all_sms
+        else FEW_PULLS,
+        direct=dispatch,
+        pull=FEW_PULLS,
+        forward=KernelConfig(rows=4, block=4096, num_warps=16),
+        push=FEW_PUSHES,
+        gather=FEW_SUMS,
+        num_sms=num_sms,
+        pushers=pushers,
+        gatherers=max(1, num_sms - pushers),
+    )
+
+
+def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
+    """All multiprocessors, which hold several programs each: as many as there are tasks."""
+    sums = KernelConfig(rows=4, block=1024, max_registers=128, stages=3, per_sm=2)
+    direct = KernelConfig(rows=1, block=4096, num_warps=16, max_registers=128)
+    programs = sums.per_sm * num_sms
+    # links are the limit, not what a program copies: fewer of them push than where few are lent
+    pushers = max(1, round(0.8 * pushers_of(programs, ranks)))
+    return Tuning(
+        channels=max(1, min(channels, 4 * num_sms // (2 * ranks))),
+        dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=128, per_sm=2),
+        send=KernelConfig(rows=1, block=8192, chunk=4),
+        reduce=sums,
+        direct=direct,
+        pull=FEW_PULLS,
+        forward=direct,
+        push=KernelConfig(rows=2, block=4096, chunk=4),
+        gather=sums,
+        num_sms=num_sms,
+        pushers=pushers,
+        gatherers=programs - pushers,
+    )
