@@ -6,7 +6,7 @@ import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.engines import low_latency_workspace, rings
-from tokenyard.engines.select import Request
+from tokenyard.engines.choice import Request
 
 SMS = 132
 DISPATCHES, COMBINES, SLOTS = 4, 2, 2
