@@ -19,9 +19,10 @@ from tokenyard.arguments import (
 )
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
+from tokenyard.engines.choice import Request
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.select import Request, choose
+from tokenyard.engines.select import choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle
 from tokenyard.header import CACHED, COMBINE, DISPATCH

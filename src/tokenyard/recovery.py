@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,9 +18,10 @@ from tokenyard.admission import accept, check_name, invite
 from tokenyard.arguments import LARGEST, check_device, check_timeout, check_whole, whole
 from tokenyard.calls import Calls
 from tokenyard.config import Config
-from tokenyard.engines.known import COLLECTIVE
-from tokenyard.engines.select import Choice, over_gloo
+from tokenyard.engines.choice import Choice
+from tokenyard.engines.select import enter, report_of
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerTimeout, RankExpelled, afresh
+from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.redirect import Redirect, check_replicas
 from tokenyard.routing import host_ints
 from tokenyard.stats import Stats
@@ -133,8 +135,10 @@ class Recoverable:
         calls, again = self._calls, self._choice.again
         assert again is not None
         try:
+            if calls.failure is None:  # admit(): let go of memory before more is made
+                calls.engine.drain()
             self._begin(again(self.config, store_of(store, self.epoch)))
-        except PeerTimeout as error:
+        except RuntimeError as error:
             calls.fail(error)
             raise
         calls.close("has recovered since this call began")
@@ -143,8 +147,8 @@ class Recoverable:
     def admit(self, rank: int, at: str) -> None:
         """Let a new process be ``rank``, which is gone: it calls :meth:`join` with the same words.
         Collective, between two calls; the members wait for it up to the timeout, so start it
-        before. Its experts take picks again. It costs what :meth:`recover` does: new connections,
-        and handles of before are refused.
+        before. Its experts take picks again. It costs what :meth:`recover` does: new connections
+        or, on GPUs, new memory, which all map; handles and graphs of before are of no more use.
 
         Args:
             at: under which they meet in the store; another one for each object.
@@ -153,25 +157,20 @@ class Recoverable:
             ValueError: ``rank`` is not gone, or ``at`` no name.
             Mismatch: the members disagree on them.
             PeerTimeout: it did not come. If no rank was lost beside, the object is as it was.
-            NotSupported: this engine cannot.
+            NotSupported: this engine cannot, or the newcomer's GPU does not reach the others'.
         """
         self._calls.check_open()
-        self._calls.queue.run(lambda: None)
+        self._calls.check()
         store, config = self._check_engine(), self.config
-        if self.engine != COLLECTIVE:
-            raise NotSupported(
-                f"engine {self.engine!r} cannot admit a process: torch counts what processes have "
-                f"mapped, and a new one has mapped nothing; make a new ExpertParallel on a new "
-                f"group, or use engine 'collective'"
-            )
         check_name(at)
         if whole(rank) not in config.absent:
             raise ValueError(
                 f"rank ({rank!r}) must be one that is gone: {list(config.absent) or 'none is'}"
             )
-        facts = {"epoch": self.epoch, "most_bytes": self._most_bytes}
+        facts = {"epoch": self.epoch, "most_bytes": self._most_bytes, **self._choice.terms()}
         facts |= {"replicas": _rows_of(self._replicas)}
-        self._store = invite(store_of(store, self.epoch), config, rank, at, facts)
+        seen = report_of(self.group, self.device, config.rank, facts)
+        self._store = invite(store_of(store, self.epoch), config, rank, at, facts, seen)
         self.epoch += 1
         absent = tuple(each for each in config.absent if each != rank)
         self.config = replace(config, absent=absent)
@@ -180,7 +179,7 @@ class Recoverable:
     @classmethod
     def join(
         cls: type[_Object],
-        store: dist.Store,
+        store: dist.Store | MemoryGroup,
         rank: int,
         at: str,
         *,
@@ -190,27 +189,33 @@ class Recoverable:
         """In a new process: become ``rank`` of an object whose members :meth:`admit` it.
 
         Args:
-            store: theirs, such as ``TCPStore(host, port, is_master=False)``.
+            store: theirs, such as ``TCPStore(host, port, is_master=False)``; of ranks in one
+                process, this one's place among them.
             at: as there.
+            device: where tensors live, as when an object is made.
             timeout: seconds to wait for an invitation.
 
         Raises:
             ValueError: bad arguments, or another rank is invited there.
             RuntimeError: another process has come first.
             PeerTimeout: no invitation, or a member did not come.
+            NotSupported: this process's GPU does not reach the others'.
         """
+        group = store if isinstance(store, MemoryGroup) else None
+        store = group.open_store() if group is not None else store
         if not isinstance(store, dist.Store):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"store ({store!r}) must be a torch.distributed.Store")
         rank, at = check_whole("rank", rank, 0, LARGEST), check_name(at)
         where = None if device is None else check_device(device)
         self = cls.__new__(cls)
-        self._store, self.config, facts = accept(store, rank, at, check_timeout(timeout))
-        self.group, self.rank, self.world_size = None, rank, self.config.world_size
+        seen = partial(report_of, group, where, rank)
+        self._store, self.config, facts = accept(store, rank, at, check_timeout(timeout), seen)
+        self.group, self.rank, self.world_size = group, rank, self.config.world_size
         self.epoch, self._most_bytes = facts["epoch"] + 1, facts["most_bytes"]
         if facts["replicas"] is not None:
             self._replicas = check_replicas(facts["replicas"], self.config.num_experts)
         self._stats = Stats.zeros(rank, self.world_size)
-        self._begin(over_gloo(where, "", self.config, store_of(self._store, self.epoch)))
+        self._begin(enter(group, where, facts, self.config, store_of(self._store, self.epoch)))
         return self
 
     def _check_engine(self) -> dist.Store:

@@ -34,7 +34,7 @@ from doctor_machines import (
 )
 from tokenyard.cli.doctor_machine import NVLINK_BYTES, numbers
 from tokenyard.cli.doctor_probes import Record
-from tokenyard.engines import select
+from tokenyard.engines import obstacles
 from tokenyard.testing import routing
 
 OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
@@ -152,13 +152,13 @@ def test_likely_engine(facts: Record, ranks: int | None, name: str, why: str):
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0", "3.6.1+git", "3.60.0", "3.7.0"])
 def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(obstacles.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(
-        select.importlib, "import_module", lambda _: SimpleNamespace(__version__=version)
+        obstacles.importlib, "import_module", lambda _: SimpleNamespace(__version__=version)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    taken = not select.obstacle_of(torch.device("cuda", 0))
+    taken = not obstacles.obstacle_of(torch.device("cuda", 0))
     assert taken == (engine(gpu_facts(triton=version))["name"] == "nvlink")
     assert taken == ("triton-version" not in findings(gpu_facts(triton=version)))
 
@@ -167,13 +167,13 @@ def test_the_engine_takes_the_same_tritons(version: str, monkeypatch: pytest.Mon
 def test_the_engine_takes_the_same_gpus(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(select.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(obstacles.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(
-        select.importlib, "import_module", lambda _: SimpleNamespace(__version__="3.6.0")
+        obstacles.importlib, "import_module", lambda _: SimpleNamespace(__version__="3.6.0")
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    obstacle = select.obstacle_of(torch.device("cuda", 0))
+    obstacle = obstacles.obstacle_of(torch.device("cuda", 0))
     told = engine(gpu_facts(gpus=[gpu(0, capability=".".join(map(str, capability)))]))
     assert (not obstacle) == (told["name"] == "nvlink")
     assert obstacle.partition(",")[0] in told["why"]

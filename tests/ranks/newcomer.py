@@ -1,5 +1,5 @@
-"""A process that takes the place of a rank that is gone (``newcomer PORT RANK AT WORLD_SIZE``): it
-makes good calls with the others, then kills itself.
+"""A process that takes the place of a rank that is gone (``newcomer PORT RANK AT WORLD_SIZE
+[EPOCH [DEVICE]]``): it makes good calls with the others, then kills itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ from recovering import die, ten_good_calls
 from tokenyard.testing import Ranks
 
 
-def main(port: str, rank: str, at: str, world_size: str) -> None:
-    """Join, make good calls, die."""
+def main(
+    port: str, rank: str, at: str, world_size: str, epoch: str = "2", device: str = "cpu"
+) -> None:
+    """Join, make good calls, die. On a GPU that is warm before it tells the others."""
+    here = torch.device(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+        torch.zeros(1, device=here)
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
-    ep = ty.ExpertParallel.join(store, int(rank), at, timeout=600.0)
-    me = Ranks(int(rank), int(world_size), torch.device("cpu"), "collective", None)
-    assert ep.epoch == 2 and ep.world_size == int(world_size)
+    store.set(f"newcomer/{at}", "is here")
+    ep = ty.ExpertParallel.join(store, int(rank), at, device=here, timeout=600.0)
+    me = Ranks(int(rank), int(world_size), here, ep.engine, None)
+    assert ep.epoch == int(epoch) and ep.world_size == int(world_size)
     ten_good_calls(me, ep, ())
     ep.warmup()
     die()

@@ -412,3 +412,31 @@ def test_a_rank_is_interrupted_while_it_recovers(ranks: Ranks) -> None:
     assert ep.recover() == [0, 1, 2] and ep.epoch == 1
     ten_good_calls(ranks, ep, ())
     ep.close()
+
+
+@distributed_test(world_size=2)
+def test_a_member_cannot_begin_the_epoch_that_it_admits_to(ranks: Ranks) -> None:
+    """Memory is short, say: it has left the last epoch, and goes on by recover()."""
+    ep = object_of(ranks, 600.0)
+    if ranks.rank == 1:
+        ep.close()
+        error = error_of(
+            lambda: ty.ExpertParallel.join(store_of_test(ranks), 1, "here", timeout=600.0)
+        )
+        assert isinstance(error, (ty.PeerTimeout, RuntimeError)), repr(error)
+        return
+    assert isinstance(error_of(ep.warmup), ty.PeerLost)
+    assert ep.recover() == [0]
+    set_timeout(ep, TIMEOUT)
+
+    def short(*_: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    choice = ep._choice  # pyright: ignore
+    ep._choice = choice._replace(again=short)  # pyright: ignore
+    check(error_of(lambda: ep.admit(1, "here")), RuntimeError, "out of memory")
+    ep._choice = choice  # pyright: ignore
+    check(error_of(ep.warmup), RuntimeError, "out of memory")
+    assert ep.recover() == [0] and ep.epoch == 3
+    ten_good_calls(ranks, ep, (1,))
+    ep.close()

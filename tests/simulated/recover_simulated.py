@@ -117,8 +117,47 @@ def death(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
                     assert sent[each] == before.rows_sent[each]
                     assert came[each] == before.rows_received[each]
                 assert sum(sent) > sum(before.rows_sent)
-        with pytest.raises(ty.NotSupported, match="engine 'nvlink' cannot admit a process"):
-            ep.admit(victims[0], "here")
+        ep.close()
+        return left
+
+    return _play(body, world_size, seed)
+
+
+def admission(world_size: int, seed: int, engine: str = "nvlink") -> list[Any]:
+    """A rank ends between two calls, and another takes its place, whose memory is its first. Then
+    one of the others dies at any step. Who is left at last, as each says.
+    """
+    random = Random(seed)
+    victim, other = random.sample(range(world_size), 2)
+    calls, at, made = random.randrange(3), "tokenyard/invitation/here", list[int]()
+
+    def newcomer(here: SimulatedRank) -> ty.ExpertParallel:
+        here.wait_until(lambda: here.store.check([at]), 1e6, "is not born")
+        here.memories = made[0]  # simulated memories are counted, torch's are not
+        join = ty.ExpertParallel.join
+        with pytest.raises(ValueError, match=f"that is {victim}"):
+            join(SimulatedGroup(here), other, "here", timeout=TIMEOUT)
+        return join(SimulatedGroup(here), victim, "here", timeout=TIMEOUT)
+
+    def body(here: SimulatedRank) -> list[int]:
+        ep, rest = make(here, engine), [rank for rank in range(world_size) if rank != victim]
+        rounds(ep, (), 0, calls)
+        if here.rank == victim:
+            ep = newcomer(here)
+        else:
+            assert until_lost(ep).rank == victim
+            assert ep.recover() == rest
+            rounds(ep, (victim,), 0, 2)
+            made.append(here.memories)
+            ep.admit(victim, "here")
+        assert ep.epoch == 2 and ep.engine == "nvlink"
+        ten_good_calls(ranks_of(here), ep, (), tokens=TOKENS)
+        if here.rank == other:
+            here.sim.kill(other, here.sim.steps + random.randrange(4000))
+        lost = until_lost(ep)
+        assert lost.rank in (other, -1), lost
+        left = ep.recover()
+        rounds(ep, (other,), 0, 3)
         ep.close()
         return left
 

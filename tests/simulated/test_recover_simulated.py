@@ -1,5 +1,6 @@
-"""Engine nvlink goes on without ranks that died or froze at any step, on simulated ranks: bit for
-bit what the oracle says of those that are left. ``make soak`` runs many times as many seeds.
+"""Engine nvlink goes on without ranks that died or froze at any step, and with others in their
+places, on simulated ranks: bit for bit what the oracle says. ``make soak`` runs many times as many
+seeds.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def test_a_rank_dies_while_others_recover_from_another() -> None:
 
 def test_engine_twolevel_goes_on_as_nvlink() -> None:
     run_all("recover_simulated.death", [(4, seed, "twolevel") for seed in range(SOAK)])
+
+
+def test_another_takes_the_place_of_a_rank_that_is_gone() -> None:
+    """And goes on without one that dies then. As twolevel began, too (``make soak``)."""
+    cases = [(size, seed) for size in (2, 3) for seed in range(SOAK)]
+    grids = [(4, seed, "twolevel") for seed in range(SOAK - 1)]
+    run_all("recover_simulated.admission", [*cases, *grids])
 
 
 def test_the_example_of_a_stand_in() -> None:

@@ -5,6 +5,7 @@ them. (That it maps it then takes GPUs: ``tests/gpu/test_recover_gpu.py``.)
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ def memory_of(rank: int, store: dist.Store) -> Any:
     """Without a GPU."""
     memory: Any = object.__new__(CudaMemory)
     memory.rank, memory._members, memory._store = rank, MEMBERS, store
+    memory._timeout, memory._mapped = 60.0, count()
     return memory
 
 
@@ -36,8 +38,9 @@ def test_torch_finds_ranks_and_store_of_members() -> None:
         group: Any = c10d._resolve_process_group(name)  # pyright: ignore
         names.append(name)
         theirs: Any = group.get_group_store()
-        theirs.set(str(group.rank()), f"part of {int(local)}")
-        parts = [theirs.get(str(place)) for place in range(group.size())]
+        exchange = f"Exchange/{int(local)}"  # torch's number for it is the process's own
+        theirs.set(f"{exchange}/{group.rank()}", f"part of {int(local)}")
+        parts = [theirs.get(f"{exchange}/{place}") for place in range(group.size())]
         return group.rank(), group.size(), parts
 
     def member(rank: int) -> Any:

@@ -6,14 +6,14 @@ import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.engines import low_latency_workspace
+from tokenyard.engines.choice import Request
 from tokenyard.engines.rings import RowLayout
-from tokenyard.engines.select import Request
 from tokenyard.engines.tuning import peer_tuning
 from tokenyard.engines.workspace import SHARED_BYTES
 from tokenyard.topology import Topology, num_tasks
 
 SMS = 132
-DISPATCHES, COMBINES, SLOTS = 4, 2, 2
+DISPATCHES, COMBINES, SLOTS = 2, 2, 2
 """Programs of each kind that a multiprocessor holds, by their registers: 64, 128 and 128 per
 thread, 256 threads.
 """

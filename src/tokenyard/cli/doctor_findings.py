@@ -10,7 +10,7 @@ from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_ask import NO_ANSWER, NOT_ASKED
 from tokenyard.cli.doctor_machine import Machine, numbers, pairs_text
 from tokenyard.cli.doctor_probes import reason
-from tokenyard.engines.select import CAPABILITY, TRITON, triton_fits
+from tokenyard.engines.obstacles import CAPABILITY, TRITON, triton_fits
 
 PROBLEM, WARNING = "problem", "warning"
 """A problem: this machine is not healthy. A warning: it works, but less well than it could."""

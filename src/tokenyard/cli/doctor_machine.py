@@ -12,8 +12,8 @@ import torch
 
 from tokenyard.cli.doctor_probes import Record
 from tokenyard.engines.known import COLLECTIVE, NVLINK
+from tokenyard.engines.obstacles import obstacles
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.engines.select import obstacles
 from tokenyard.planner.traffic import popularity, reach
 from tokenyard.rows import RowFormat
 

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from tokenyard.engines.known import AUTO, COLLECTIVE
-from tokenyard.engines.select import obstacle_of
+from tokenyard.engines.obstacles import obstacle_of
 
 PNG = (".png",)
 MOST_PROCESSES = 256

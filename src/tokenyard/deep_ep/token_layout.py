@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, known_picks, num_nodes, per_node
-from tokenyard.engines import select
+from tokenyard.engines import obstacles
 from tokenyard.routing import power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -66,7 +66,7 @@ def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 @cache
 def has_kernels(index: int) -> bool:
     """Whether kernels work on CUDA device ``index``, with the Triton that is here."""
-    return not select.obstacle_of(torch.device("cuda", index))
+    return not obstacles.obstacle_of(torch.device("cuda", index))
 
 
 @cache

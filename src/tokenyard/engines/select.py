@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from functools import partial
 from textwrap import shorten
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from tokenyard.config import Config
-from tokenyard.engines.base import Engine
+from tokenyard.engines.choice import Choice, Request
 from tokenyard.engines.collective_kernels import CollectiveKernelsEngine
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.gloo_transport import GlooTransport
@@ -27,52 +26,16 @@ from tokenyard.engines.known import (
     ON_KERNELS,
     TWOLEVEL,
 )
+from tokenyard.engines.obstacles import obstacle_of
 from tokenyard.engines.transport import Transport
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.memory.kernel_launch import multiprocessors
 from tokenyard.memory.meeting import Meeting
-from tokenyard.memory.preflight import unreachable_pairs
+from tokenyard.memory.preflight import report, unreachable_pairs
 from tokenyard.memory.symmetric import MemoryGroup, SymmetricMemory
-from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 
-TRITON = "3.6"
-CAPABILITY = (7, 0)
-"""Compute capability that kernels need."""
-
-
-class Request(NamedTuple):
-    """What the caller wants; the same on every rank except ``device``."""
-
-    engine: str = AUTO
-    device: torch.device | None = None
-    buffer_bytes: int | None = None
-    num_sms: int | None = None
-    spare_sms: int | None = None
-    once_per_node: bool | None = None
-    no_grid: str = ""  # why ranks form no grid; empty if they do (``Config.topology``)
-
-    def sms(self, most_sms: int) -> tuple[int, bool]:
-        """Multiprocessors for calls, and whether they are all but the spared, half at most."""
-        room = most_sms - min(self.spare_sms or 0, most_sms // 2)
-        num_sms = min(self.num_sms or room, room)
-        return num_sms, num_sms == room
-
-
 Again: TypeAlias = "Callable[[Request, Config, dist.Store], Choice]"
-
-
-class Choice(NamedTuple):
-    """An engine still to be made, its device (None: host and CUDA tensors alike), and why.
-
-    ``again``: the same among the members of another epoch (``Config.absent``), which meet in the
-    epoch's store; None if the engine cannot go on without a rank. Collective.
-    """
-
-    make: Callable[[Stats], Engine]
-    device: torch.device | None
-    why: str
-    again: Callable[[Config, dist.Store], Choice] | None = None
 
 
 def choose(
@@ -132,7 +95,8 @@ def _on_gpus(
     request: Request, config: Config, store: dist.Store | None,
 ) -> Choice:  # fmt: skip
     memory, why = _cuda_memory(group, store, config, gpu, request, apart)
-    again = partial(_on_gpus, group, gpu, most_sms, apart)
+    # another epoch may have ranks that the group has not: NVSHMEM's has all of it
+    again = partial(_on_gpus, group if memory.ranks_per_node else None, gpu, most_sms, apart)
     return _on_kernels(memory, store, most_sms, config, request, why, again)
 
 
@@ -152,6 +116,42 @@ def _with_others(
     if config.absent:
         request = request._replace(engine=NVLINK)
     return again(request, config, store)
+
+
+def enter(
+    group: MemoryGroup | None,
+    device: torch.device | None,
+    terms: dict[str, Any],
+    config: Config,
+    store: dist.Store,
+) -> Choice:
+    """What members on these ``Choice.terms`` have chosen again with this process, for it."""
+    request, most_sms = Request(**terms["request"]), int(terms["most_sms"])
+    if request.engine == COLLECTIVE:
+        return over_gloo(device, request.no_grid, config, store)
+    if group is not None:
+        return _in_one_process(group, request, config, store)
+    gpu = _gpu(None, device)
+    assert gpu is not None  # see report_of
+    return _on_gpus(None, gpu, most_sms, False, request, config, store)
+
+
+def report_of(
+    group: dist.ProcessGroup | MemoryGroup | None,
+    device: torch.device | None,
+    rank: int,
+    terms: dict[str, Any],
+) -> str:
+    """What this process sees of GPUs, if it and others are to map each other's memory on these
+    ``Choice.terms``: a ``Report``, or nothing.
+    """
+    if terms["request"]["engine"] == COLLECTIVE or isinstance(group, MemoryGroup):
+        return ""
+    gpu = _gpu(None, device)
+    seen, problem = report(rank, gpu or torch.device("cpu")), obstacle_of(gpu)
+    if gpu is not None and not problem and multiprocessors(gpu) < terms["most_sms"]:
+        problem = f"has {multiprocessors(gpu)} multiprocessors, others count on {terms['most_sms']}"
+    return json.dumps(seen._replace(problem=problem) if problem else seen)
 
 
 def _on_kernels(
@@ -192,7 +192,8 @@ def _on_kernels(
         failures=failures,
     )
     others = partial(_with_others, again, request, memory)
-    return Choice(make, memory.device, f"{chosen.engine.name}: {why}", others)
+    name, gpu = chosen.engine.name, memory.device
+    return Choice(make, gpu, f"{name}: {why}", others, request, most_sms)
 
 
 def _grid(config: Config, request: Request) -> Topology:
@@ -222,36 +223,6 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
     if group is not None and _accelerator(backends_of(group)) is None:
         return None
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def obstacle_of(gpu: torch.device | None) -> str:
-    """Why this rank's kernels cannot work on ``gpu``; empty if they can."""
-    if gpu is None:
-        return "it needs CUDA devices, and a rank works on the CPU"
-    version: str | None = None
-    if importlib.util.find_spec("triton") is not None:
-        version = importlib.import_module("triton").__version__
-    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
-    return next(iter(obstacles(version, name, capability)), "")
-
-
-def obstacles(triton: str | None, name: str, capability: tuple[int, ...]) -> list[str]:
-    """Everything that keeps kernels from a GPU, with this version of Triton (None: not there)."""
-    found: list[str] = []
-    install = "pip install 'tokenyard[cuda]'"
-    if triton is None:
-        found.append(f"it needs triton {TRITON}, which is not installed: {install}")
-    elif not triton_fits(triton):
-        found.append(f"it needs triton {TRITON}, and this is triton {triton}: {install}")
-    if capability < CAPABILITY:
-        least = ".".join(map(str, CAPABILITY))
-        found.append(f"it needs compute capability {least}, and {name} is older")
-    return found
-
-
-def triton_fits(version: str) -> bool:
-    """Whether kernels run with this Triton."""
-    return version.startswith(f"{TRITON}.")
 
 
 def _cuda_memory(
@@ -368,8 +339,8 @@ def over_gloo(
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
     make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
-    again = partial(over_gloo, device, no_grid)
-    return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again)
+    again, request = partial(over_gloo, device, no_grid), Request(COLLECTIVE, no_grid=no_grid)
+    return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again, request)
 
 
 def _hops(config: Config, no_grid: str) -> str:

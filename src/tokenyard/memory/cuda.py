@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
+from tokenyard.memory.rendezvous_store import RendezvousStore
 from tokenyard.memory.symmetric import Region
 
 _GROUPS = count()
@@ -77,13 +78,14 @@ class CudaMemory(DeviceMemory):
 
     Args:
         group: the ranks; every one with a CUDA device of its own on one host
-            (``memory/preflight.py`` tells beforehand). May be None if this process is alone.
+            (``memory/preflight.py`` tells beforehand). None: the members need no group, if
+            ``store`` is theirs alone.
         rank, world_size: this rank's place in ``group``.
         device: a CUDA device with its index.
         timeout: seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: multiprocessors that kernels may fill (default: all of the device).
         store: part of a store for this object alone; may be None if this process is alone.
-        members: the ranks that there are (default: all). Fewer need no group.
+        members: the ranks that there are (default: all).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class CudaMemory(DeviceMemory):
         self.early = self.num_sms == everything and capability >= (9, 0)
         super().__init__(device, kernels_of(device.index, self.num_sms))
         self._group, self._store = group, store or dist.HashStore()
+        self._timeout, self._mapped = timeout, count()
         self._meeting = Meeting(self._store, rank, self._members, timeout)
 
     def allocate(self, num_bytes: int) -> Region:
@@ -135,7 +138,7 @@ class CudaMemory(DeviceMemory):
             f"allocating {num_bytes} bytes of symmetric memory",
             partial(make, (num_bytes,), (1,), torch.uint8, self.device),
         )
-        if len(self._members) == self.world_size:
+        if self._group is not None:
             handle: Any = symmetric.rendezvous(local, self._group)
         else:
             handle = self._rendezvous(symmetric._SymmetricMemory.rendezvous, local)
@@ -157,7 +160,8 @@ class CudaMemory(DeviceMemory):
         """
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         rank, size = list(self._members).index(self.rank), len(self._members)
-        store = dist.PrefixStore("members", self._store)
+        part = dist.PrefixStore(f"members/{next(self._mapped)}", self._store)
+        store = RendezvousStore(part, self.rank, self._members, self._timeout)
         name = f"tokenyard/{next(_GROUPS)}"  # torch takes no second group of a name
         group = c10d.ProcessGroup(store, rank, size)
         c10d._register_process_group(name, group)
