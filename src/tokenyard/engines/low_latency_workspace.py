@@ -176,6 +176,8 @@ class Workspace:
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
         self.active.fill_(1)
         self.state.copy_(state)  # waits for both
+        at = self.sizes.state.waited
+        self.waited = self.state[at : at + 2 * ranks].view(ranks, 2)
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
 

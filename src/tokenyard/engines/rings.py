@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -199,7 +199,8 @@ def meta_words(num_topk: int, *, experts: bool, weighted: bool) -> int:
 class PeerWorkspace:
     """What an object keeps on the device between calls. Making one is collective. ``buffer_bytes``
     is what all rings together were given, ``num_bytes`` the whole region. ``stand_ins``: launches
-    that play ranks that are gone, ``absent``: which (``kernels/stand_in.py``).
+    that play ranks that are gone, ``absent``: which (``kernels/stand_in.py``). ``waited``: what
+    this rank has waited for (``kernels/sync.py``, ``note_wait``).
     """
 
     stand_ins: tuple[Callable[..., None], ...] = ()
@@ -228,11 +229,16 @@ class PeerWorkspace:
         with memory.tensors():
             self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
+            each, ahead = cast("int", sync.WAIT_PHASES.value), 1 + ranks
+            words = ahead + self.plan_ranks * each
+            waits = torch.zeros(words, dtype=torch.int64, device=memory.device)
+            self.waited = waits[ahead:].view(self.plan_ranks, each)
             if config.absent:  # nobody reads the sink
                 self.sink = torch.empty(self.rings_at, dtype=torch.uint8, device=memory.device)
                 self.absent = torch.zeros(ranks, dtype=torch.int64, device=memory.device)
         for rank in config.absent:
             self.region.addresses[rank], self.absent[rank] = self.sink.data_ptr(), 1
+        state[sync.WAITED.value] = self.waited.data_ptr()
         self.state.copy_(state)
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at, self.header_in_at = self.scratch.data_ptr(), self.header_in.data_ptr()

@@ -15,9 +15,10 @@ from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
 from tokenyard.engines.failures import ADVICE, LOOK, FailureReports, Report
 from tokenyard.engines.rings import PeerWorkspace
+from tokenyard.engines.waits import Source
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
-from tokenyard.kernels import sync
+from tokenyard.kernels import sync, two_region
 from tokenyard.kernels.exchange import BAD_AT, BAD_VALUE
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
@@ -85,6 +86,16 @@ _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
     sync.ON_RECEIVE_BUFFER.value: ("its rows", "landed[{peer}, {counter}]"),
 }
+
+_WAITS: dict[int, str] = {
+    sync.ON_PLAN.value: "plan",
+    sync.ON_COUNTS.value: "counts",
+    sync.ON_CALL_BARRIER.value: "call",
+    sync.ON_ROOM.value: "room",
+    two_region.ON_NET_ROOM.value: "room",
+    two_region.ON_ROOMS.value: "room",
+}
+"""What statistics call a wait; others are for rows."""
 
 
 def pack(fingerprint: Fingerprint, config: Config) -> int:
@@ -328,6 +339,17 @@ class StatusMonitor:
         return PeerTimeout(
             f"{lost}; it had reported: {report}" if report else str(lost), failed_rank
         )
+
+    def source_of(self, phase: int, peer: int) -> Source:
+        """Who was waited for, for what, and by how many programs at once: of a number that
+        ``note_wait`` adds to."""
+        tuning: Any = self._workspace.tuning
+        what, programs = _WAITS.get(phase, "rows"), tuning.channels
+        if what in ("counts", "call") or phase == sync.ON_END.value:
+            programs = 1
+        elif phase == sync.ON_RECEIVE_BUFFER.value:
+            programs = tuning.gatherers
+        return Source(what, self._named(phase, peer, 0)[0], programs)
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         """Who was waited for, for what, and what the counter is called."""

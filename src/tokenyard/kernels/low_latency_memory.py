@@ -62,10 +62,13 @@ RegionOffsets = namedtuple(
 )
 StateOffsets = namedtuple(
     "StateOffsets",
-    "fixed epochs late starts pairs blocks present votes packed account far",
+    "fixed epochs late waited starts pairs blocks present votes packed account far",
     defaults=[0] * 3,
 )
 """Where each part begins, in its elements; 0 for parts that are not there."""
+
+ON_COUNTS, ON_ROWS = tl.constexpr(0), tl.constexpr(1)
+"""What a wait is on: counts and tags of a rank, or its rows, sums and weights."""
 
 ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(1)
 """What a far rank puts: rows or sums; weights of a combine."""
@@ -144,6 +147,9 @@ def state_parts(config: Any, programs: int, shares: int, far: bool = False) -> t
         Part("fixed", FIXED_WORDS, torch.int64),
         Part("epochs", programs, torch.int64),
         Part("late", programs, torch.int64),
+        # [ranks, 2]: nanoseconds that this rank's programs have waited for each, by ON_COUNTS and
+        # ON_ROWS
+        Part("waited", 2 * ranks, torch.int64),
         # the table of a dispatch
         Part("starts", experts * ranks, torch.int32),
         Part("pairs", experts * ranks, torch.int32, 4),
@@ -313,6 +319,12 @@ def epoch_of(state, program, sizes: tl.constexpr):
 def late_of(state, program, sizes: tl.constexpr):
     """Deadlines that waits of ``program`` have passed (``kernels/low_latency_waits.py``)."""
     return words(state) + sizes.state.late + program
+
+
+@triton.jit
+def waited_of(state, rank, phase, sizes: tl.constexpr):
+    """Nanoseconds that this rank has waited for ``rank``."""
+    return words(state) + sizes.state.waited + rank * 2 + phase
 
 
 @triton.jit

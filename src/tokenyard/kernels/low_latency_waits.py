@@ -26,8 +26,8 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import tell_or_put
 from tokenyard.kernels.low_latency_memory import (
-    OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, late_of, value_in,
-    vote_of,
+    ON_COUNTS, ON_ROWS, OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of,
+    late_of, value_in, vote_of, waited_of,
 )  # fmt: skip
 from tokenyard.kernels.region import ints, peer_base
 from tokenyard.kernels.sync import now_ns, words
@@ -127,6 +127,13 @@ def _leave_out_silent(lack, ranks, call, stamp, begin, sizes: tl.constexpr):
 
 
 @triton.jit
+def _note_wait(state, rank, phase, ns, mask, sizes: tl.constexpr):
+    """Add ``ns`` to what this rank has waited for a ``rank``, or some of a small tensor of them:
+    the host reads it at any time."""
+    tl.atomic_add(waited_of(state, rank, phase, sizes), ns, mask=mask, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def wait_ready(state, number):
     """Wait until this rank's leader has made the table of dispatch ``number``. The leader's own
     wait has an end."""
@@ -157,6 +164,7 @@ def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr)
                 live = is_active(call.active, rank)
                 if live:
                     _leave_out_silent(rank >= 0, rank, call, stamp, begin, sizes)
+        _note_wait(call.state, rank, ON_ROWS, now_ns() - begin, rank >= 0, sizes)
     tl.debug_barrier()
     return seen
 
@@ -171,12 +179,14 @@ def wait_flags(flags, want, mask, ranks, call, sizes: tl.constexpr):
     least = tl.min(tl.where(mask, seen, want + 1))
     if least < want:
         begin, stamp = now_ns(), _stamp_of(call.state, sizes)
+        waited = (ranks * 0).to(tl.int64)
         live = True
-        while live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+        while live:  # carries no tensors that come from atomics: Triton 3.6 crashes on them
             n = 0
             while (least < want) & (n < SPINS):
                 polled = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
                 least = tl.min(tl.where(mask, polled, want + 1))
+                waited = tl.where(mask & (polled < want), now_ns() - begin, waited)
                 n += 1
             live = least < want
             if live:
@@ -186,6 +196,7 @@ def wait_flags(flags, want, mask, ranks, call, sizes: tl.constexpr):
                 live = tl.sum(lack.to(tl.int32)) > 0
                 if live:
                     _leave_out_silent(lack, ranks, call, stamp, begin, sizes)
+        _note_wait(call.state, ranks, ON_ROWS, waited, waited > 0, sizes)
         seen = tl.where(mask, want + 1, 0)
         if least <= want:  # they are not all alike: look again
             seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
@@ -236,16 +247,14 @@ def _have_come(counts, inside, tags, here, number):
 
 
 @triton.jit
-def wait_counts(
-    counts_at, inside, tags_at, here, ranks, waits, call, timed: tl.constexpr, sizes: tl.constexpr
-):
+def wait_counts(counts_at, inside, tags_at, here, ranks, waits, call, sizes: tl.constexpr):
     """Wait for counts ``[rank_bins, B]`` (``inside``) and tags ``[rank_bins]`` of the ranks
     ``here``. Returns both, and the ranks whose words are there.
 
     Words are valid in one call only, so nothing is acquired.
 
     Args:
-        waits: int64 ``[R]``, to which the nanoseconds waited are added, if ``timed``.
+        waits: int64 ``[R]``, to which the nanoseconds waited are added; 0: there is none.
     """
     number = call.number
     begin, stamp = now_ns(), _stamp_of(call.state, sizes)
@@ -256,8 +265,7 @@ def wait_counts(
         short = 1
         while (short > 0) & (n < SPINS):
             there = _have_come(look(counts_at, inside), inside, look(tags_at, here), here, number)
-            if timed:
-                waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
+            waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
             short = tl.sum((here & (there == 0)).to(tl.int32))
             n += 1
         live = short > 0
@@ -269,12 +277,11 @@ def wait_counts(
                 _leave_out_silent(lack, ranks, call, stamp, begin, sizes)
     counts, tags = look(counts_at, inside), look(tags_at, here)
     there = _have_come(counts, inside, tags, here, number)
-    if timed:
-        to = words(waits) + ranks
-        waited = tl.where(waited < 0, now_ns() - begin, waited)
-        sofar = tl.load(to, mask=here, other=0)
-        tl.debug_barrier()
-        tl.store(to, sofar + waited, mask=here)
+    waited = tl.where(waited < 0, now_ns() - begin, waited)
+    _note_wait(call.state, ranks, ON_COUNTS, waited, here, sizes)
+    tl.atomic_add(
+        words(waits) + ranks, waited, mask=here & (waits != 0), sem="relaxed", scope="gpu"
+    )
     tl.debug_barrier()
     return counts, tags, there
 
@@ -310,6 +317,7 @@ def wait_weights(at, inside, rank, call, sizes: tl.constexpr):
                 live = is_active(call.active, rank)
                 if live:
                     _leave_out_silent(rank >= 0, rank, call, stamp, begin, sizes)
+        _note_wait(call.state, rank, ON_ROWS, now_ns() - begin, rank >= 0, sizes)
     word = look(at, inside)
     tl.debug_barrier()
     return short == 0, word.to(tl.int32).to(tl.float32, bitcast=True)

@@ -34,8 +34,8 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, add_release, give_up, give_up_on_one, given_up,
-    lacking, look_at_all, note_call, words,
+    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, WAITED, add_release, give_up,
+    give_up_on_one, given_up, lacking, look_at_all, note_call, note_wait, now_ns, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
@@ -210,19 +210,33 @@ def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
     left = 2 - i
     if i == 0:
         announce_call_to_all(regions, state, tag, k)
+        tl.store(words(tl.load(words(state) + WAITED)) - 1, now_ns())
         left -= 1
         tl.store(turn.done, tl.full((), 1, tl.int64))
     elif i == 1:
-        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k):
+        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k, True):
             count_call(state)
+            _note_lateness(state, k)
             left -= 1
             tl.store(turn.done, tl.full((), 2, tl.int64))
     return left
 
 
 @triton.jit
-def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
-    """One look: whether all ranks have come to this ``call``.
+def _note_lateness(state, k: tl.constexpr):
+    """Note from when on this rank waited for each at the call barrier, word -1 before the matrix,
+    until when it was not there, word ``-2 - rank``."""
+    r, matrix = tl.arange(0, k.rank_bins), tl.load(words(state) + WAITED)
+    begin = tl.load(words(matrix) - 1)
+    ns = tl.load(words(matrix) - 2 - r, mask=r < k.ranks, other=0) - begin
+    note_wait(matrix, ON_CALL_BARRIER, r, ns, (r < k.ranks) & (ns > 0))
+
+
+@triton.jit
+def all_are_here(
+    regions, state, tag, call, step, k: tl.constexpr, NOTED: tl.constexpr = False
+):  # fmt: skip
+    """One look: whether all ranks have come to this ``call``. NOTED: it notes who has not.
 
     Gives up on one that is late, or in another: not before this rank has announced the call itself,
     as the worker that does so may begin after one that gave up, and the others would wait for it.
@@ -232,6 +246,9 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     want = call + 1 + (r * 0)
     seen = look_at_all(entered_of(mine, r, k), r < k.ranks)
     tl.debug_barrier()
+    if NOTED:
+        until = words(tl.load(words(state) + WAITED)) - 2 - r
+        tl.store(until, now_ns() + (want * 0), mask=others & (seen < want))
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_CALL_BARRIER, r, want, seen, others)
@@ -246,7 +263,7 @@ def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
     a ``CallBarrierConfig``; :func:`bind_two_call_barrier` makes the launch."""
     if not given_up(state):
         announce_call_to_all(regions, state, tag, k)
-        all_in_call(regions, state, tag, k)
+        all_in_call(regions, state, tag, k, alone=True)
         count_call(state)
 
 
