@@ -181,18 +181,15 @@ if tl.max(count) > 0
     ("two_headers", "call_barrier_turn"): """
 if i == 0
   announce_call_to_all(regions)
-  tl.store(words(tl.load(words(state) + WAITED)) - 1)
   tl.store(turn.done)
 else
   if i == 1
-    if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k, True)
+    if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k)
       count_call(state)
       tl.store(turn.done)
 """,  # model_rings.call_barrier
     ("two_headers", "all_are_here"): """
 look_at_all(entered_of(mine, r, k))
-if NOTED
-  tl.store(until)
 else
   if here
     in_same_call(state)

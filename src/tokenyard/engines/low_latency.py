@@ -34,13 +34,13 @@ from tokenyard.kernels.low_latency_memory import (
     BAD_AT,
     BAD_VALUE,
     BOTH,
-    ON_COUNTS,
     OTHER_RANK,
     RECEIVE,
     SEND,
     SILENT_RANK,
     Stages,
 )
+from tokenyard.kernels.sync import ON_COUNTS
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import host_ints

@@ -229,10 +229,10 @@ class PeerWorkspace:
         with memory.tensors():
             self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
-            each, ahead = cast("int", sync.WAIT_PHASES.value), 1 + ranks
-            words = ahead + self.plan_ranks * each
+            phases = cast("int", sync.WAIT_PHASES.value)
+            words = ranks + self.plan_ranks * phases
             waits = torch.zeros(words, dtype=torch.int64, device=memory.device)
-            self.waited = waits[ahead:].view(self.plan_ranks, each)
+            self.waited = waits[ranks:].view(self.plan_ranks, phases)
             if config.absent:  # nobody reads the sink
                 self.sink = torch.empty(self.rings_at, dtype=torch.uint8, device=memory.device)
                 self.absent = torch.zeros(ranks, dtype=torch.int64, device=memory.device)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import ints
-from tokenyard.kernels.sync import words
+from tokenyard.kernels.sync import WAIT_PHASES, words
 from tokenyard.routing import power_of_two_at_least
 
 RANK, READY, STATUS = (tl.constexpr(word) for word in range(3))
@@ -66,9 +66,6 @@ StateOffsets = namedtuple(
     defaults=[0] * 3,
 )
 """Where each part begins, in its elements; 0 for parts that are not there."""
-
-ON_COUNTS, ON_ROWS = tl.constexpr(0), tl.constexpr(1)
-"""What a wait is on: counts and tags of a rank, or its rows, sums and weights."""
 
 ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(1)
 """What a far rank puts: rows or sums; weights of a combine."""
@@ -147,9 +144,7 @@ def state_parts(config: Any, programs: int, shares: int, far: bool = False) -> t
         Part("fixed", FIXED_WORDS, torch.int64),
         Part("epochs", programs, torch.int64),
         Part("late", programs, torch.int64),
-        # [ranks, 2]: nanoseconds that this rank's programs have waited for each, by ON_COUNTS and
-        # ON_ROWS
-        Part("waited", 2 * ranks, torch.int64),
+        Part("waited", ranks * WAIT_PHASES.value, torch.int64),  # see ``note_wait``
         # the table of a dispatch
         Part("starts", experts * ranks, torch.int32),
         Part("pairs", experts * ranks, torch.int32, 4),
@@ -322,9 +317,10 @@ def late_of(state, program, sizes: tl.constexpr):
 
 
 @triton.jit
-def waited_of(state, rank, phase, sizes: tl.constexpr):
-    """Nanoseconds that this rank has waited for ``rank``."""
-    return words(state) + sizes.state.waited + rank * 2 + phase
+def waited_in(state, sizes: tl.constexpr):
+    """Address of the matrix of ``note_wait``. Of its phases, counts are tags too, rows are sums
+    and weights."""
+    return state + sizes.state.waited * 8
 
 
 @triton.jit

@@ -16,7 +16,7 @@ last one that this rank has announced, HELLOS how many those are.
 
 A wait that does not end at its first look adds how long it took to a matrix ``[sources, phases]``
 (:func:`note_wait`), which the host can read at any time: a source's time, until it had come. WAITED
-is the matrix's address, or 0. Engine twolevel has words before it (``kernels/two_headers.py``).
+is the matrix's address, or 0.
 """
 
 from __future__ import annotations
@@ -161,6 +161,31 @@ def note_wait(matrix, phase, source, ns, mask):
 
 
 @triton.jit
+def until_came(waited, came, begin):
+    """Of a small tensor of sources, after a look: nanoseconds from ``begin`` until each ``came``;
+    -1: not yet, as all are in the beginning."""
+    return tl.where(came & (waited < 0), now_ns() - begin, waited)
+
+
+@triton.jit
+def note_look(matrix, phase, source, since, lacks, mask):
+    """The same for a wait of many looks with other work between them, at each look: which of a
+    small tensor of sources this program ``lacks``. Words ``since`` hold from when on it waits for
+    each; 0: it does not.
+
+    A look that finds what the last one found stores nothing: it costs a load, and the simulator
+    takes no program to wait that stores.
+    """
+    begin = tl.load(since, mask=mask, other=0)
+    changed = mask & (lacks == (begin == 0))
+    if tl.max(changed.to(tl.int32)) > 0:
+        now = now_ns()
+        note_wait(matrix, phase, source, now - begin, changed & (begin != 0))
+        tl.debug_barrier()
+        tl.store(since, tl.where(lacks, now, 0), mask=changed)
+
+
+@triton.jit
 def wait_at_least(counter, want, state, phase, peer, number):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if
     that did not happen: give up then, touching nothing more.
@@ -214,10 +239,10 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr 
 
 
 @triton.jit
-def _note_all(matrix, phase, waited, noted, EACH: tl.constexpr):
-    """Note the wait for each peer, the longest of its counters'."""
+def _note_all(matrix, phase, waited, lacked, noted, EACH: tl.constexpr):
+    """Note the wait for each peer, the longest of those counters' that ``lacked`` something."""
     PEERS: tl.constexpr = waited.shape[0] // EACH
-    ns = tl.max(tl.reshape(waited, [PEERS, EACH]), axis=1)
+    ns = tl.max(tl.reshape(tl.where(lacked, waited, 0), [PEERS, EACH]), axis=1)
     note_wait(matrix, phase, tl.arange(0, PEERS), ns, (ns > 0) & noted)
 
 
@@ -237,12 +262,12 @@ def wait_for_all(
         begin, matrix = now_ns(), tl.load(words(state) + WAITED)
         deadline = begin + tl.load(words(state) + TIMEOUT_NS)
         short, live = last_lacking(seen, wants, mask), True
-        waited = (wants * 0).to(tl.int64)
+        lacked, waited = (seen < wants) & mask, (wants * 0).to(tl.int64) - 1
         # carries no tensors that come from atomics: Triton 3.6 crashes on them
         while (short >= 0) & live:
             looked = look_at_all(counters, mask)
             short = last_lacking(looked, wants, mask)
-            waited = tl.where((looked < wants) & mask, now_ns() - begin, waited)
+            waited = until_came(waited, looked >= wants, begin)
             if short >= 0:
                 live = still_time(state, deadline)
         if live:
@@ -253,7 +278,7 @@ def wait_for_all(
                 this = tl.arange(0, seen.shape[0]) == short
                 give_up_on_one(state, phase, numbers, wants, seen, this, EACH)
             seen = tl.minimum(seen, wants - 1)
-        _note_all(matrix, phase, waited, noted, EACH)
+        _note_all(matrix, phase, until_came(waited, True, begin), lacked, noted, EACH)
     tl.debug_barrier()
     return seen
 

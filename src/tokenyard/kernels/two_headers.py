@@ -35,7 +35,7 @@ from tokenyard.kernels.region import (
 from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, WAITED, add_release, give_up,
-    give_up_on_one, given_up, lacking, look_at_all, note_call, note_wait, now_ns, words,
+    give_up_on_one, given_up, lacking, look_at_all, note_call, note_look, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
@@ -210,33 +210,20 @@ def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
     left = 2 - i
     if i == 0:
         announce_call_to_all(regions, state, tag, k)
-        tl.store(words(tl.load(words(state) + WAITED)) - 1, now_ns())
         left -= 1
         tl.store(turn.done, tl.full((), 1, tl.int64))
     elif i == 1:
-        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k, True):
+        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, True, k):
             count_call(state)
-            _note_lateness(state, k)
             left -= 1
             tl.store(turn.done, tl.full((), 2, tl.int64))
     return left
 
 
 @triton.jit
-def _note_lateness(state, k: tl.constexpr):
-    """Note from when on this rank waited for each at the call barrier, word -1 before the matrix,
-    until when it was not there, word ``-2 - rank``."""
-    r, matrix = tl.arange(0, k.rank_bins), tl.load(words(state) + WAITED)
-    begin = tl.load(words(matrix) - 1)
-    ns = tl.load(words(matrix) - 2 - r, mask=r < k.ranks, other=0) - begin
-    note_wait(matrix, ON_CALL_BARRIER, r, ns, (r < k.ranks) & (ns > 0))
-
-
-@triton.jit
-def all_are_here(
-    regions, state, tag, call, step, k: tl.constexpr, NOTED: tl.constexpr = False
-):  # fmt: skip
-    """One look: whether all ranks have come to this ``call``. NOTED: it notes who has not.
+def all_are_here(regions, state, tag, call, step, noted, k: tl.constexpr):
+    """One look: whether all ranks have come to this ``call``. ``noted``: this program is the one
+    whose wait counts; it has words before the matrix, -1 for rank 0, for ``note_look``.
 
     Gives up on one that is late, or in another: not before this rank has announced the call itself,
     as the worker that does so may begin after one that gave up, and the others would wait for it.
@@ -246,9 +233,8 @@ def all_are_here(
     want = call + 1 + (r * 0)
     seen = look_at_all(entered_of(mine, r, k), r < k.ranks)
     tl.debug_barrier()
-    if NOTED:
-        until = words(tl.load(words(state) + WAITED)) - 2 - r
-        tl.store(until, now_ns() + (want * 0), mask=others & (seen < want))
+    matrix = tl.load(words(state) + WAITED)
+    note_look(matrix, ON_CALL_BARRIER, r, words(matrix) - 1 - r, seen < want, others & noted)
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_CALL_BARRIER, r, want, seen, others)
