@@ -46,8 +46,8 @@ class Stats:
             it had come; over NCCL nothing. Engines on kernels: "counts" and "call" (it comes late),
             "rows", "room" (it does not take rows; "plan": this rank's own programs), each from when
             this rank began to wait; of rows and room the mean of all programs or channels. Engine
-            twolevel has no room, and rows at the end of calls in place only, which have no "call".
-            `tokenyard doctor --waits` says more.
+            twolevel has no room, and rows at the end of calls in place only. `tokenyard doctor
+            --waits` says more.
     """
 
     rank: int

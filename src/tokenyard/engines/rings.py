@@ -230,9 +230,8 @@ class PeerWorkspace:
             self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
             phases = cast("int", sync.WAIT_PHASES.value)
-            words = ranks + self.plan_ranks * phases
-            waits = torch.zeros(words, dtype=torch.int64, device=memory.device)
-            self.waited = waits[ranks:].view(self.plan_ranks, phases)
+            waits = torch.zeros((1 + phases) * ranks, dtype=torch.int64, device=memory.device)
+            self.waited = waits[ranks:].view(ranks, phases)  # words before it: ``all_are_here``
             if config.absent:  # nobody reads the sink
                 self.sink = torch.empty(self.rings_at, dtype=torch.uint8, device=memory.device)
                 self.absent = torch.zeros(ranks, dtype=torch.int64, device=memory.device)

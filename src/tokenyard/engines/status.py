@@ -18,7 +18,7 @@ from tokenyard.engines.rings import PeerWorkspace
 from tokenyard.engines.waits import Source
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
-from tokenyard.kernels import sync, two_region
+from tokenyard.kernels import sync
 from tokenyard.kernels.exchange import BAD_AT, BAD_VALUE
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
@@ -92,8 +92,6 @@ _WAITS: dict[int, str] = {
     sync.ON_COUNTS.value: "counts",
     sync.ON_CALL_BARRIER.value: "call",
     sync.ON_ROOM.value: "room",
-    two_region.ON_NET_ROOM.value: "room",
-    two_region.ON_ROOMS.value: "room",
 }
 """What statistics call a wait; others are for rows."""
 
