@@ -338,7 +338,8 @@ class ExpertParallel(Recoverable):
         return torch.empty(shape, dtype=dtype, device=device)
 
     def stats(self) -> Stats:
-        """A copy of the counters: calls, rows and wire bytes per peer, last wait per source."""
+        """A copy of the counters: calls, rows and wire bytes per peer, waits per source. Nothing
+        waits for it."""
         self._calls.engine.count()
         return self._stats.copy()
 

@@ -41,11 +41,13 @@ class Stats:
         bytes_sent, bytes_received: bytes that crossed a wire, so 0 for this rank.
         last_wait: seconds from the start of the last exchange until each rank's rows had come (nan
             if the backend hides it).
-        waits: seconds that each rank held this one up, by what was waited for ("dispatch, counts",
-            "combine, rows", ...), from when that of the rank before it had come. Engine collective
-            over gloo; else nothing. If all wait for a rank in counts, it comes late to calls; if
-            only in rows, it packs or sends slowly; if one rank waits for it alone, it is the way
-            between them.
+        waits: seconds that each rank held this one up, by what was waited for. Engine collective
+            over gloo: "dispatch, counts", "combine, rows", ..., from when that of the rank before
+            it had come; over NCCL nothing. Engines on kernels: "counts" and "call" (it comes late),
+            "rows", "room" (it does not take rows; "plan": this rank's own programs), each from when
+            this rank began to wait; of rows and room the mean of all programs or channels. Engine
+            twolevel has no room, and rows at the end of calls in place only. `tokenyard doctor
+            --waits` says more.
     """
 
     rank: int

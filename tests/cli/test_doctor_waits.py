@@ -65,6 +65,15 @@ def test_two_ranks_cannot_tell() -> None:
     assert (slow.source, slow.to) == (1, 0) and "or the way to rank 0" in slow.text
 
 
+def test_a_late_rank_is_told_from_a_slow_way_where_both_begin_together() -> None:
+    """Kernels wait for a rank's call and its rows at once: rank 2 is 4 s late, which its rows are
+    too, and those of rank 1 to rank 3 are slow."""
+    late, rows = even(4, r0_2=4, r1_2=4, r3_2=4), even(4, r0_2=4.1, r1_2=4.2, r3_2=4.1, r3_1=5)
+    texts = [totals(rank, call=late[rank], rows=rows[rank]) for rank in range(4)]
+    found = {(each.what, each.source, each.to) for each in slow_in(waits_in(texts))}
+    assert found == {("call", 2, None), ("rows", 1, 3)}
+
+
 def test_calls_and_objects_add_up() -> None:
     stats = Stats.zeros(0, 2)
     stats.waits = {"dispatch, counts": [0.0, 1.0], "combine, counts": [9.0, 2.0]}

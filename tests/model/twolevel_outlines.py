@@ -184,7 +184,7 @@ if i == 0
   tl.store(turn.done)
 else
   if i == 1
-    if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k)
+    if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, True, k)
       count_call(state)
       tl.store(turn.done)
 """,  # model_rings.call_barrier

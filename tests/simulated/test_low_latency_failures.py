@@ -89,7 +89,7 @@ def test_no_sum_is_of_rows_that_came_too_late() -> None:
     """A far rank is left out, and its rows come: programs that look later take them. If it is back
     at once, it gets the sums of all its rows, or none, and its lost weights say which.
     """
-    torn = run_all("low_latency_far.late_rows", [(seed,) for seed in range(2, 2 + SOAK)])
+    torn = run_all("low_latency_far.late_rows", [(seed,) for seed in range(13, 13 + SOAK)])
     assert torn[0]
 
 

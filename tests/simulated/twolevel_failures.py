@@ -21,7 +21,7 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH
 from twolevel_cases import REACHES
 from twolevel_mutations import planted
 
-MOST_STEPS = 2_000_000
+MOST_STEPS = 300_000
 
 
 def life(nodes: int, per_node: int, part: int, way: int) -> Scenario:

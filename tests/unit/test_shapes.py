@@ -14,9 +14,7 @@ from tokenyard.topology import Topology, num_tasks
 
 SMS = 132
 DISPATCHES, COMBINES, SLOTS = 2, 2, 2
-"""Programs of each kind that a multiprocessor holds, by their registers: 64, 128 and 128 per
-thread, 256 threads.
-"""
+"""Programs of each kind that a multiprocessor holds, of 256 threads of 128 registers."""
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))

@@ -20,12 +20,17 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 MUCH, LEAST = 3.0, 1e-3
 """A wait is long if it is so many times the median of all pairs of ranks, and so many seconds."""
 
-MEANS = {"counts": "it comes late to calls", "rows": "it packs or sends slowly"}
+MEANS = {
+    "counts": "it comes late to calls",
+    "call": "it comes late to calls",
+    "rows": "it packs or sends slowly",
+    "room": "it takes rows slowly",
+}
 
 Pairs = dict[tuple[int, int], float]
 """Seconds by (who waited, for whom)."""
 Waits = dict[str, Pairs]
-"""By what was waited for: "counts", "rows"."""
+"""By what was waited for: "counts", "call", "rows", "room"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +65,24 @@ def waits_in(texts: Iterable[str]) -> Waits:
     if not found:
         raise ValueError(
             f"there is no {METRIC} of another rank: write ep.stats().prometheus() of each rank to "
-            f"a file; engine 'collective' over gloo has them"
+            f"a file; engine 'collective' over NCCL has none"
         )
     return found
 
 
 def slow_in(waits: Waits) -> list[Slow]:
     """What is slow, the longest wait first."""
-    found = [each for what, pairs in waits.items() for each in _slow(what, pairs)]
+    late = waits.get("call", {})
+    found = [each for what, pairs in waits.items() for each in _slow(what, pairs, late)]
     return sorted(found, key=lambda each: -each.seconds)
 
 
-def _slow(what: str, pairs: Pairs) -> Iterator[Slow]:
+def _slow(what: str, pairs: Pairs, late: Pairs) -> Iterator[Slow]:
+    """``late``: waits for calls. Kernels wait for a rank's rows, and room, and its call at the same
+    time: if it comes late, its rows do, and only the rest is slow."""
     usual = median_low(pairs.values())
+    if what in ("rows", "room"):
+        pairs = {pair: s - late.get(pair, 0.0) for pair, s in pairs.items()}
     long = {pair: s for pair, s in pairs.items() if s >= LEAST and s > MUCH * usual}
     for source, waited, others in _alike(pairs, long, 1):
         if others > 1 and 2 * len(waited) > others:

@@ -128,7 +128,7 @@ class Engine(Protocol):
         return None
 
     def count(self) -> None:
-        """Bring to the statistics what calls have counted."""
+        """Bring to the statistics what calls have counted, and what kernels have waited for."""
         return
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.low_latency_signatures import DispatchSignature, Launch, Signatures
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
 from tokenyard.engines.rings import aligned, as_aligned, sums_for
+from tokenyard.engines.waits import DeviceWaits, Source
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Plan, Spec
 from tokenyard.header import COMBINE
@@ -39,6 +40,7 @@ from tokenyard.kernels.low_latency_memory import (
     SILENT_RANK,
     Stages,
 )
+from tokenyard.kernels.sync import ON_COUNTS
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import host_ints
@@ -98,6 +100,7 @@ class LowLatencyEngine(Engine):
         self._status: Any = self._workspace.status.numpy()
         self._dispatches, self._nanoseconds = 0, int(config.timeout * 1e9)
         self._open = ""
+        self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._named)
         self.active = self._workspace.active
 
     @property
@@ -178,8 +181,7 @@ class LowLatencyEngine(Engine):
                 alignment=spec.expert_alignment,
             )
             wide, load_bytes = topk_idx.dtype == torch.int64, 0 if loads is None else loads.itemsize
-            timed = options.waits is not None
-            load = partial(signature.launch, wide, weighted, load_bytes, timed)
+            load = partial(signature.launch, wide, weighted, load_bytes)
             held = payload, topk_idx, weights, options
             return self._make("dispatch", in_two, load, arguments, lambda: rows, held)
 
@@ -241,8 +243,8 @@ class LowLatencyEngine(Engine):
                 timeout=self._limit(options),
                 tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
             )
-            dtypes, timed = tuple(term.dtype for term in bias), options.waits is not None
-            load = partial(signature.launch, weighted, dtypes, timed, lost is not None)
+            dtypes = tuple(term.dtype for term in bias)
+            load = partial(signature.launch, weighted, dtypes, lost is not None)
             result = partial(_moved, total, out, lost, options.lost_weights)
             held = rows, weights, bias, plan, options
             return self._make("combine", in_two, load, arguments, result, held)
@@ -357,7 +359,17 @@ class LowLatencyEngine(Engine):
     def interrupt(self, text: str) -> None:
         """Nothing: the others leave out who is silent."""
 
+    def count(self) -> None:
+        self._waits.count()
+
+    def _named(self, phase: int, rank: int) -> Source:
+        """Rows come to all programs, counts to one."""
+        if phase == ON_COUNTS.value:
+            return Source("counts", rank, 1)
+        return Source("rows", rank, self._workspace.tuning.programs)
+
     def close(self) -> None:
+        self._waits.close()
         self._memory.close()
         del self._workspace.region
 

@@ -54,7 +54,7 @@ class DispatchSignature:
     padded: bool  # whether experts have blocks of one size
     num_rows: int  # of the result
     outlines: Outlines
-    launch: Callable[..., Launch]  # (wide, weighted, load_bytes, timed, stages); each made once
+    launch: Callable[..., Launch]  # (wide, weighted, load_bytes, stages); each made once
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -63,7 +63,7 @@ class CombineSignature:
 
     # what a call tells the other ranks, which dispatch aside: without the owner's weights, and with
     numbers: tuple[int, int]
-    launch: Callable[..., Launch]  # (weighted, bias, timed, lost, stages); each made once
+    launch: Callable[..., Launch]  # (weighted, bias, lost, stages); each made once
 
     def tag(self, at_owner: bool, number: int) -> int:
         """What a combine of dispatch ``number`` tells others. ``at_owner``: weights are there."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from tokenyard.config import Config
 from tokenyard.engines.rings import RowLayout, row_layout_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_latency_memory as memory_map
+from tokenyard.kernels.sync import WAIT_PHASES
 from tokenyard.limits import check_symmetric
 from tokenyard.memory.nvshmem import puts_are_forced
 from tokenyard.memory.symmetric import SymmetricMemory
@@ -176,6 +177,8 @@ class Workspace:
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
         self.active.fill_(1)
         self.state.copy_(state)  # waits for both
+        waited = self.state[self.sizes.state.waited :][: ranks * cast("int", WAIT_PHASES.value)]
+        self.waited = waited.view(ranks, -1)
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
 

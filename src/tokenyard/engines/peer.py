@@ -21,6 +21,7 @@ from tokenyard.engines.rings import address
 from tokenyard.engines.signatures import Binders, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.engines.tuning import Tuning
+from tokenyard.engines.waits import DeviceWaits
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
@@ -67,6 +68,7 @@ class PeerEngine(Engine):
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor = self._monitor_type(config, self._workspace, failures)
+        self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
         parts = (self._workspace, self.binders, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
@@ -162,6 +164,7 @@ class PeerEngine(Engine):
 
     def _let_go(self, why: str) -> None:
         self.count()
+        self._waits.close()
         self._in_place.close(why)
         self._receive.close()
         self._memory.close()
@@ -302,6 +305,7 @@ class PeerEngine(Engine):
 
     def count(self) -> None:
         with self._counting:  # any thread may ask
+            self._waits.count()
             for signature in list(self._signatures.values()):
                 told, now = signature.told, (signature.calls, signature.rows.copy())
                 signature.told, op = now, signature.fingerprint.op

@@ -14,6 +14,7 @@ from tokenyard import header as head
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
 from tokenyard.engines.failures import ADVICE, LOOK, FailureReports, Report
+from tokenyard.engines.waits import Source
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
@@ -85,6 +86,14 @@ _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
     sync.ON_RECEIVE_BUFFER.value: ("its rows", "landed[{peer}, {counter}]"),
 }
+
+_WAITS: dict[int, str] = {
+    sync.ON_PLAN.value: "plan",
+    sync.ON_COUNTS.value: "counts",
+    sync.ON_CALL_BARRIER.value: "call",
+    sync.ON_ROOM.value: "room",
+}
+"""What statistics call a wait; others are for rows."""
 
 
 def pack(fingerprint: Fingerprint, config: Config) -> int:
@@ -328,6 +337,17 @@ class StatusMonitor:
         return PeerTimeout(
             f"{lost}; it had reported: {report}" if report else str(lost), failed_rank
         )
+
+    def source_of(self, phase: int, peer: int) -> Source:
+        """Who was waited for, for what, and by how many programs at once: of a number that
+        ``note_wait`` adds to."""
+        tuning: Any = self._workspace.tuning
+        what, programs = _WAITS.get(phase, "rows"), tuning.channels
+        if what in ("counts", "call") or phase == sync.ON_END.value:
+            programs = 1
+        elif phase == sync.ON_RECEIVE_BUFFER.value:
+            programs = tuning.gatherers
+        return Source(what, self._named(phase, peer, 0)[0], programs)
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         """Who was waited for, for what, and what the counter is called."""

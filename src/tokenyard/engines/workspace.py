@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,8 @@ class PeerWorkspace:
     """What an object keeps on the device between calls: rings, network rings and their staging,
     signals. Making one is collective. ``buffer_bytes`` is what all rings together were given,
     ``num_bytes`` the whole region. ``stand_ins``: launches that play ranks that are gone,
-    ``absent``: which (``kernels/stand_in.py``).
+    ``absent``: which (``kernels/stand_in.py``). ``waited``: what this rank has waited for
+    (``kernels/sync.py``, ``note_wait``).
     """
 
     stand_ins: tuple[Callable[..., None], ...] = ()
@@ -85,11 +86,15 @@ class PeerWorkspace:
         with memory.tensors():
             self.scratch = torch.zeros(scratch_words, dtype=torch.int32, device=memory.device)
             self.state = torch.empty_like(state, device=memory.device)
+            phases = cast("int", sync.WAIT_PHASES.value)
+            waits = torch.zeros((1 + phases) * ranks, dtype=torch.int64, device=memory.device)
+            self.waited = waits[ranks:].view(ranks, phases)  # words before it: ``all_are_here``
             if config.absent:  # nobody reads the sink
                 self.sink = torch.empty(self.rings_at, dtype=torch.uint8, device=memory.device)
                 self.absent = torch.zeros(ranks, dtype=torch.int64, device=memory.device)
         for rank in config.absent:
             self.region.addresses[rank], self.absent[rank] = self.sink.data_ptr(), 1
+        state[sync.WAITED.value] = self.waited.data_ptr()
         self.state.copy_(state)
         self.peers, self.state_at = self.region.addresses.data_ptr(), self.state.data_ptr()
         self.scratch_at, self.header_in_at = self.scratch.data_ptr(), self.header_in.data_ptr()

@@ -52,15 +52,18 @@ def in_same_call(state, mine, call, tag, mask, k: tl.constexpr):
 
 
 @triton.jit
-def all_in_call(regions, state, tag, k: tl.constexpr):
+def all_in_call(regions, state, tag, k: tl.constexpr, alone=False):
     """Whether all peers have come to this same call. For programs that leave before the call is
-    counted."""
+    counted. ``alone``: only one program asks; else the wait of program 0 counts."""
     r = tl.arange(0, k.rank_bins)
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
     entered = entered_of(mine, r, k)
-    seen = wait_for_all(entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False)
+    noted = alone | (tl.program_id(0) == 0)
+    seen = wait_for_all(
+        entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False, noted=noted
+    )
     ok = lacking(seen, want, r < k.ranks) == 0
     if ok:
         ok = in_same_call(state, mine, call, tag, r < k.ranks, k)

@@ -76,7 +76,6 @@ class CombineConfig(NamedTuple):
     bias1: Any
     kept_at: int  # bytes of a slot before the picks that a sum has; 0: there is no capacity
     sum_bytes: int  # from one sum for a far rank to the next
-    timed: bool
     lost: bool  # told what sums lack
     stages: Stages
     early: bool  # programs may be set up while the launch before still runs
@@ -285,7 +284,7 @@ def _lead(waits, tag, call, k: tl.constexpr):
     mine = peer_base(call.regions, call.rank)
     tags_at = count_of(mine, call.parity, r, sizes.local_experts, sizes)
     _, tags, there = wait_counts(
-        tags_at[:, None], here[:, None], tags_at, here, r, waits, call, k.timed, sizes
+        tags_at[:, None], here[:, None], tags_at, here, r, waits, call, sizes
     )
     leave_out(call.active, r, here & (in_same_call(call.state, tags, there, tag, r) == 0))
 
@@ -352,8 +351,8 @@ def low_combine_kernel(
 
 
 def bind_combine(
-    workspace: Any, dtype: Any, row_layout: Any, weighted: int, bias: tuple[Any, ...], timed: bool,
-    lost: bool, stages: Stages,
+    workspace: Any, dtype: Any, row_layout: Any, weighted: int, bias: tuple[Any, ...], lost: bool,
+    stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device. Arguments: as in
     :class:`CombineConfig`, with torch dtypes; ``row_layout``: of a sum in a slot."""
@@ -373,7 +372,6 @@ def bind_combine(
         bias1=biases[1],
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
-        timed=timed,
         lost=lost and stages.receive,
         stages=stages,
         early=workspace.memory.early,

@@ -66,7 +66,6 @@ class DispatchConfig(NamedTuple):
     padding: bool  # blocks of experts end in rows of zeros
     by_column: bool  # scales of a block are [words, rows]
     load_bytes: int  # of one load counter; 0: there are none
-    timed: bool
     stages: Stages
     early: bool  # programs may be set up while the launch before still runs
 
@@ -155,7 +154,7 @@ def low_dispatch_kernel(
 
 def bind_dispatch(
     workspace: Any, row_layout: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, wide: bool,
-    weighted: bool, load_bytes: int, timed: bool, stages: Stages,
+    weighted: bool, load_bytes: int, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device.
 
@@ -180,7 +179,6 @@ def bind_dispatch(
         padding=spec.expert_alignment > 1,
         by_column=by_column and stages.receive,
         load_bytes=load_bytes,
-        timed=timed,
         stages=stages,
         early=workspace.memory.early,
     )

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import ints
-from tokenyard.kernels.sync import words
+from tokenyard.kernels.sync import WAIT_PHASES, words
 from tokenyard.routing import power_of_two_at_least
 
 RANK, READY, STATUS = (tl.constexpr(word) for word in range(3))
@@ -62,7 +62,7 @@ RegionOffsets = namedtuple(
 )
 StateOffsets = namedtuple(
     "StateOffsets",
-    "fixed epochs late starts pairs blocks present votes packed account far",
+    "fixed epochs late waited starts pairs blocks present votes packed account far",
     defaults=[0] * 3,
 )
 """Where each part begins, in its elements; 0 for parts that are not there."""
@@ -144,6 +144,7 @@ def state_parts(config: Any, programs: int, shares: int, far: bool = False) -> t
         Part("fixed", FIXED_WORDS, torch.int64),
         Part("epochs", programs, torch.int64),
         Part("late", programs, torch.int64),
+        Part("waited", ranks * WAIT_PHASES.value, torch.int64),  # see ``note_wait``
         # the table of a dispatch
         Part("starts", experts * ranks, torch.int32),
         Part("pairs", experts * ranks, torch.int32, 4),
@@ -313,6 +314,13 @@ def epoch_of(state, program, sizes: tl.constexpr):
 def late_of(state, program, sizes: tl.constexpr):
     """Deadlines that waits of ``program`` have passed (``kernels/low_latency_waits.py``)."""
     return words(state) + sizes.state.late + program
+
+
+@triton.jit
+def waited_in(state, sizes: tl.constexpr):
+    """Address of the matrix of ``note_wait``. Of its phases, counts are tags too, rows are sums
+    and weights."""
+    return state + sizes.state.waited * 8
 
 
 @triton.jit

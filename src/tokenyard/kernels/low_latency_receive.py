@@ -85,7 +85,7 @@ def lead(result, tag, num_rows, alignment, call, k: tl.constexpr):
     counts_at = count_of(mine, call.parity, r[:, None], e[None, :], sizes)
     tags_at = count_of(mine, call.parity, r, experts, sizes)
     counts, tags, there = wait_counts(
-        counts_at, inside, tags_at, here, r, result.waits, call, k.timed, sizes
+        counts_at, inside, tags_at, here, r, result.waits, call, sizes
     )
     present = in_same_call(call.state, tags, there, tag, r)
     leave_out(call.active, r, here & (present == 0))

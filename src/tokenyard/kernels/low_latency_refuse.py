@@ -129,7 +129,9 @@ def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
         r = tl.arange(0, sizes.rank_bins)
         here = are_active(active, r, r < sizes.ranks)
         at = count_of(peer_base(regions, me), parity, r, sizes.local_experts, sizes)
-        _, _, there = wait_counts(at[:, None], here[:, None], at, here, r, 0, call, False, sizes)
+        _, _, there = wait_counts(
+            at[:, None], here[:, None], at, here, r, call.number * 0, call, sizes
+        )
         leave_out(active, r, here & (there == 0))
     tl.debug_barrier()
     tl.store(epoch_of(state, pid, sizes), number)

@@ -27,10 +27,10 @@ import triton.language as tl
 from tokenyard.kernels.low_latency_far import tell_or_put
 from tokenyard.kernels.low_latency_memory import (
     OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, late_of, value_in,
-    vote_of,
+    vote_of, waited_in,
 )  # fmt: skip
 from tokenyard.kernels.region import ints, peer_base
-from tokenyard.kernels.sync import now_ns, words
+from tokenyard.kernels.sync import ON_COUNTS, ON_ROWS, note_wait, now_ns, until_came, words
 
 SPINS = tl.constexpr(16)
 _OTHER_RANK, _SILENT_RANK = tl.constexpr(OTHER_RANK), tl.constexpr(SILENT_RANK)
@@ -157,6 +157,7 @@ def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr)
                 live = is_active(call.active, rank)
                 if live:
                     _leave_out_silent(rank >= 0, rank, call, stamp, begin, sizes)
+        note_wait(waited_in(call.state, sizes), ON_ROWS, rank, now_ns() - begin, True)
     tl.debug_barrier()
     return seen
 
@@ -171,12 +172,14 @@ def wait_flags(flags, want, mask, ranks, call, sizes: tl.constexpr):
     least = tl.min(tl.where(mask, seen, want + 1))
     if least < want:
         begin, stamp = now_ns(), _stamp_of(call.state, sizes)
+        lacked, waited = mask & (seen < want), (ranks * 0).to(tl.int64) - 1
         live = True
-        while live:  # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+        while live:  # carries no tensors that come from atomics: Triton 3.6 crashes on them
             n = 0
             while (least < want) & (n < SPINS):
                 polled = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
                 least = tl.min(tl.where(mask, polled, want + 1))
+                waited = until_came(waited, polled >= want, begin)
                 n += 1
             live = least < want
             if live:
@@ -186,6 +189,8 @@ def wait_flags(flags, want, mask, ranks, call, sizes: tl.constexpr):
                 live = tl.sum(lack.to(tl.int32)) > 0
                 if live:
                     _leave_out_silent(lack, ranks, call, stamp, begin, sizes)
+        waited = until_came(waited, True, begin)
+        note_wait(waited_in(call.state, sizes), ON_ROWS, ranks, waited, lacked)
         seen = tl.where(mask, want + 1, 0)
         if least <= want:  # they are not all alike: look again
             seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
@@ -236,16 +241,14 @@ def _have_come(counts, inside, tags, here, number):
 
 
 @triton.jit
-def wait_counts(
-    counts_at, inside, tags_at, here, ranks, waits, call, timed: tl.constexpr, sizes: tl.constexpr
-):
+def wait_counts(counts_at, inside, tags_at, here, ranks, waits, call, sizes: tl.constexpr):
     """Wait for counts ``[rank_bins, B]`` (``inside``) and tags ``[rank_bins]`` of the ranks
     ``here``. Returns both, and the ranks whose words are there.
 
     Words are valid in one call only, so nothing is acquired.
 
     Args:
-        waits: int64 ``[R]``, to which the nanoseconds waited are added, if ``timed``.
+        waits: int64 ``[R]``, to which the nanoseconds waited are added; 0: there is none.
     """
     number = call.number
     begin, stamp = now_ns(), _stamp_of(call.state, sizes)
@@ -256,8 +259,7 @@ def wait_counts(
         short = 1
         while (short > 0) & (n < SPINS):
             there = _have_come(look(counts_at, inside), inside, look(tags_at, here), here, number)
-            if timed:
-                waited = tl.where(there & (waited < 0), now_ns() - begin, waited)
+            waited = until_came(waited, there, begin)
             short = tl.sum((here & (there == 0)).to(tl.int32))
             n += 1
         live = short > 0
@@ -269,12 +271,11 @@ def wait_counts(
                 _leave_out_silent(lack, ranks, call, stamp, begin, sizes)
     counts, tags = look(counts_at, inside), look(tags_at, here)
     there = _have_come(counts, inside, tags, here, number)
-    if timed:
-        to = words(waits) + ranks
-        waited = tl.where(waited < 0, now_ns() - begin, waited)
-        sofar = tl.load(to, mask=here, other=0)
-        tl.debug_barrier()
-        tl.store(to, sofar + waited, mask=here)
+    waited = until_came(waited, True, begin)
+    note_wait(waited_in(call.state, sizes), ON_COUNTS, ranks, waited, here)
+    tl.atomic_add(
+        words(waits) + ranks, waited, mask=here & (waits != 0), sem="relaxed", scope="gpu"
+    )
     tl.debug_barrier()
     return counts, tags, there
 
@@ -310,6 +311,7 @@ def wait_weights(at, inside, rank, call, sizes: tl.constexpr):
                 live = is_active(call.active, rank)
                 if live:
                     _leave_out_silent(rank >= 0, rank, call, stamp, begin, sizes)
+        note_wait(waited_in(call.state, sizes), ON_ROWS, rank, now_ns() - begin, True)
     word = look(at, inside)
     tl.debug_barrier()
     return short == 0, word.to(tl.int32).to(tl.float32, bitcast=True)

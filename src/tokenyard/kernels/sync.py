@@ -13,6 +13,10 @@ Every wait ends: after the object's timeout, or as soon as another program of th
 up. The first to give up writes what it waited for into the status words, which the host can read at
 any time, and in which data call: TAG_NOW is the tag of the
 last one that this rank has announced, HELLOS how many those are.
+
+A wait that does not end at its first look adds how long it took to a matrix ``[sources, phases]``
+(:func:`note_wait`), which the host can read at any time: a source's time, until it had come. WAITED
+is the matrix's address, or 0.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # int64 words at the start of a rank's local state
 RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
 EXPIRED = tl.constexpr(7)
-TAG_NOW, HELLOS = tl.constexpr(9), tl.constexpr(10)
+TAG_NOW, HELLOS, WAITED = (tl.constexpr(word) for word in range(9, 12))
 STATE_WORDS = 16
 """Words reserved for the above."""
 
@@ -38,7 +42,8 @@ TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 ON_PLAN, ON_COUNTS, ON_CALL_BARRIER, ON_ROWS, ON_ROOM, ON_END = (
     tl.constexpr(at) for at in range(6)
 )
-ON_RECEIVE_BUFFER = tl.constexpr(16)  # those between are engine twolevel's
+ON_RECEIVE_BUFFER = tl.constexpr(15)  # those between are engine twolevel's
+WAIT_PHASES = tl.constexpr(16)
 
 RELAYED_NS = tl.constexpr(500_000_000)
 """How much longer than others those wait who wait for one that waits itself; less than
@@ -148,6 +153,39 @@ def is_late(state):
 
 
 @triton.jit
+def note_wait(matrix, phase, source, ns, mask):
+    """Add ``ns`` to what this rank has waited for a ``source``, or some of a small tensor of them.
+    ``matrix``: word WAITED, loaded before the wait, as what comes next waits for its end."""
+    to = words(matrix) + source * WAIT_PHASES + phase
+    tl.atomic_add(to, ns, mask=mask & (matrix != 0), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def until_came(waited, came, begin):
+    """Of a small tensor of sources, after a look: nanoseconds from ``begin`` until each ``came``;
+    -1: not yet, as all are in the beginning."""
+    return tl.where(came & (waited < 0), now_ns() - begin, waited)
+
+
+@triton.jit
+def note_look(matrix, phase, source, since, lacks, mask):
+    """The same for a wait of many looks with other work between them, at each look: which of a
+    small tensor of sources this program ``lacks``. Words ``since`` hold from when on it waits for
+    each; 0: it does not.
+
+    A look that finds what the last one found stores nothing: it costs a load, and the simulator
+    takes no program to wait that stores.
+    """
+    begin = tl.load(since, mask=mask, other=0)
+    changed = mask & (lacks == (begin == 0))
+    if tl.max(changed.to(tl.int32)) > 0:
+        now = now_ns()
+        note_wait(matrix, phase, source, now - begin, changed & (begin != 0))
+        tl.debug_barrier()
+        tl.store(since, tl.where(lacks, now, 0), mask=changed)
+
+
+@triton.jit
 def wait_at_least(counter, want, state, phase, peer, number):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if
     that did not happen: give up then, touching nothing more.
@@ -156,7 +194,8 @@ def wait_at_least(counter, want, state, phase, peer, number):
     """
     seen = load_acquire(counter)
     if seen < want:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        begin, matrix = now_ns(), tl.load(words(state) + WAITED)
+        deadline = begin + tl.load(words(state) + TIMEOUT_NS)
         live = True
         while (seen < want) & live:
             seen = load_acquire(counter)
@@ -165,6 +204,7 @@ def wait_at_least(counter, want, state, phase, peer, number):
         if not live:
             if is_late(state):
                 give_up(state, TIMED_OUT, phase, peer, number, want, seen)
+        note_wait(matrix, phase, peer, now_ns() - begin, True)
     tl.debug_barrier()
     return seen
 
@@ -199,21 +239,35 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr 
 
 
 @triton.jit
+def _note_all(matrix, phase, waited, lacked, noted, EACH: tl.constexpr):
+    """Note the wait for each peer, the longest of those counters' that ``lacked`` something."""
+    PEERS: tl.constexpr = waited.shape[0] // EACH
+    ns = tl.max(tl.reshape(tl.where(lacked, waited, 0), [PEERS, EACH]), axis=1)
+    note_wait(matrix, phase, tl.arange(0, PEERS), ns, (ns > 0) & noted)
+
+
+@triton.jit
 def wait_for_all(
-    counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True, EACH: tl.constexpr = 1
+    counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True,
+    EACH: tl.constexpr = 1, noted=True,
 ):  # fmt: skip
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see
     :func:`lacking`.
 
-    MORE: tells how far they are beyond ``wants``, for one look more.
+    MORE: tells how far they are beyond ``wants``, for one look more. ``noted``: this program is the
+    one whose wait counts, where several wait for the same.
     """
     seen = look_at_all(counters, mask)
     if lacking(seen, wants, mask) > 0:
-        deadline = now_ns() + tl.load(words(state) + TIMEOUT_NS)
+        begin, matrix = now_ns(), tl.load(words(state) + WAITED)
+        deadline = begin + tl.load(words(state) + TIMEOUT_NS)
         short, live = last_lacking(seen, wants, mask), True
-        # carries scalars only: Triton 3.6 crashes on tensors that come from atomics
+        lacked, waited = (seen < wants) & mask, (wants * 0).to(tl.int64) - 1
+        # carries no tensors that come from atomics: Triton 3.6 crashes on them
         while (short >= 0) & live:
-            short = last_lacking(look_at_all(counters, mask), wants, mask)
+            looked = look_at_all(counters, mask)
+            short = last_lacking(looked, wants, mask)
+            waited = until_came(waited, looked >= wants, begin)
             if short >= 0:
                 live = still_time(state, deadline)
         if live:
@@ -224,6 +278,7 @@ def wait_for_all(
                 this = tl.arange(0, seen.shape[0]) == short
                 give_up_on_one(state, phase, numbers, wants, seen, this, EACH)
             seen = tl.minimum(seen, wants - 1)
+        _note_all(matrix, phase, until_came(waited, True, begin), lacked, noted, EACH)
     tl.debug_barrier()
     return seen
 

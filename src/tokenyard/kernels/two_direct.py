@@ -204,7 +204,7 @@ def two_direct_kernel(
             # the first thing to report: while somebody lacks it, others may lack room and rows
             if not ready:
                 if before > 0:  # who waits has come to the barrier itself before
-                    ready = all_are_here(regions, state, tag, call, step, k)
+                    ready = all_are_here(regions, state, tag, call, step, pid == 0, k)
                 # it came in this round: the next one has nothing else to end for
                 left += tl.where(ready, 0, 1)
             for i in range((TASKS + grid.workers - 1) // grid.workers):

@@ -34,8 +34,8 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, add_release, give_up, give_up_on_one, given_up,
-    lacking, look_at_all, note_call, words,
+    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, RANK, WAITED, add_release, give_up,
+    give_up_on_one, given_up, lacking, look_at_all, note_call, note_look, words,
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
@@ -213,7 +213,7 @@ def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
         left -= 1
         tl.store(turn.done, tl.full((), 1, tl.int64))
     elif i == 1:
-        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, k):
+        if all_are_here(regions, state, tag, tl.load(words(state) + EPOCH), turn.step, True, k):
             count_call(state)
             left -= 1
             tl.store(turn.done, tl.full((), 2, tl.int64))
@@ -221,8 +221,9 @@ def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
 
 
 @triton.jit
-def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
-    """One look: whether all ranks have come to this ``call``.
+def all_are_here(regions, state, tag, call, step, noted, k: tl.constexpr):
+    """One look: whether all ranks have come to this ``call``. ``noted``: this program is the one
+    whose wait counts; it has words before the matrix, -1 for rank 0, for ``note_look``.
 
     Gives up on one that is late, or in another: not before this rank has announced the call itself,
     as the worker that does so may begin after one that gave up, and the others would wait for it.
@@ -232,6 +233,8 @@ def all_are_here(regions, state, tag, call, step, k: tl.constexpr):
     want = call + 1 + (r * 0)
     seen = look_at_all(entered_of(mine, r, k), r < k.ranks)
     tl.debug_barrier()
+    matrix = tl.load(words(state) + WAITED)
+    note_look(matrix, ON_CALL_BARRIER, r, words(matrix) - 1 - r, seen < want, others & noted)
     here = (lacking(seen, want, r < k.ranks) == 0) & (step == ON_TIME)
     if reports(step, lacking(seen, want, others) > 0, False):
         give_up_on_one(state, ON_CALL_BARRIER, r, want, seen, others)
@@ -246,7 +249,7 @@ def two_call_barrier_kernel(regions, state, tag, k: tl.constexpr):
     a ``CallBarrierConfig``; :func:`bind_two_call_barrier` makes the launch."""
     if not given_up(state):
         announce_call_to_all(regions, state, tag, k)
-        all_in_call(regions, state, tag, k)
+        all_in_call(regions, state, tag, k, alone=True)
         count_call(state)
 
 

@@ -290,7 +290,7 @@ def two_pull_kernel(
             # the first thing to report: while somebody lacks it, others may lack room and rows
             if not ready:
                 if before > 0:  # signals go out first
-                    ready = all_are_here(regions, state, tag, call, step, k)
+                    ready = all_are_here(regions, state, tag, call, step, pid == 0, k)
                 short = tl.where(ready, 0, 1)  # as in two_direct.py
                 left += short
                 direct += short
