@@ -296,8 +296,12 @@ def run_round(number: int, options: Options, target: Callable[..., None] = play)
                     number, victim, said or Seen(), hang="" if said else f"rank {me} starts"
                 )
         time.sleep(random.uniform(0.0, LONGEST_LOAD))
-        os.kill(processes[victim].pid, signal.SIGKILL)
         killed, survivor = time.monotonic(), 1 - victim
+        processes[victim].kill()
+        processes[victim].join(10)
+        if processes[victim].exitcode != -signal.SIGKILL:  # it had ended, and may have said why
+            said = hear(pipes[victim], processes[victim], 0.0)
+            return ended(number, victim, said, 0.0, f"while rank {victim} is under load")
         said = hear(pipes[survivor], processes[survivor], 2 * (LONGEST_LOAD + options.limit))
         return Round(
             number, victim, said or Seen(), killed, "" if said else f"after {options.limit} s"

@@ -9,10 +9,10 @@ import os
 import subprocess
 import time
 from multiprocessing.connection import Connection
+from random import Random
 
 import pytest
 
-import kill_many
 from kill_many import LOADED, Options, Round, Seen, run_round, summary
 from run import command
 
@@ -32,7 +32,19 @@ def is_wrong(me: int, victim: int, options: Options, port: int, pipe: Connection
 
 def crashes(me: int, victim: int, options: Options, port: int, pipe: Connection) -> None:
     pipe.send(LOADED)
-    os._exit(11 if me != victim else 0)
+    if me == victim:
+        time.sleep(600)
+    os._exit(11)
+
+
+def is_wrong_before_it_is_killed(
+    me: int, victim: int, options: Options, port: int, pipe: Connection
+) -> None:
+    pipe.send(LOADED)
+    if me == victim:
+        pipe.send(Seen(wrong="y differs"))
+        os._exit(2)
+    time.sleep(600)
 
 
 def fails_at_the_start(me: int, victim: int, options: Options, port: int, pipe: Connection) -> None:
@@ -59,6 +71,7 @@ def test_ranks_are_killed_and_the_others_go_on() -> None:
         (says_nothing, "hang", "hang: after 0.5 s"),
         (is_wrong, "wrong", "wrong: x differs"),
         (crashes, "error", "error: ended with exit code 11"),
+        (is_wrong_before_it_is_killed, "wrong", "wrong: y differs"),
         (fails_at_the_start, "error", "error: no GPU"),
     ],
 )
@@ -66,7 +79,7 @@ def test_what_is_not_good_is_counted(
     target: object, ending: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever says nothing is killed and counted, and the next round begins."""
-    monkeypatch.setattr(kill_many, "LONGEST_LOAD", 0.01)
+    monkeypatch.setattr(Random, "uniform", lambda *_: 1.0)  # the victim has ended by then
     found = run_round(1, OPTIONS, target)  # pyright: ignore[reportArgumentType]
     assert found.ending == ending and text in str(found)
     good = Round(0, 0, Seen(told=1.0, good=3.0, calls=5))
