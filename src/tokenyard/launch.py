@@ -1,24 +1,67 @@
 """Start ranks: local processes around a store that the parent holds (no port to guess), or the
 ranks of ``torchrun``.
+
+Local processes are forks of a process that has torch, this package and the main program imported
+(multiprocessing's fork server): some ten milliseconds each, where a new interpreter takes seconds.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tokenyard.errors import NotSupported
 
 LOOPBACK = "127.0.0.1"
+
+PRELOADED = ("torch", "torch.distributed", "torch.multiprocessing", "tokenyard")
+IF_KNOWN = (
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "hypothesis",
+    "triton",
+    "tokenyard.testing.worker",
+)
+"""Preloaded too if this process has them: what runs in ranks mostly comes with these."""
+
+_wanted: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """Have all ranks be forks of a process that has these modules, which are found as this process
+    finds them. Too late once there has been a rank.
+    """
+    _wanted.extend(modules)
+
+
+@functools.cache
+def forks() -> ForkServerContext:
+    """Makes processes by a fork server, which starts here."""
+    context = multiprocessing.get_context("forkserver")
+    known = [name for name in IF_KNOWN if name in sys.modules]
+    context.set_forkserver_preload(["__main__", *PRELOADED, *known, *_wanted])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+    try:  # until 3.13.1 a server looks for modules on no other path
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def under_torchrun() -> bool:
@@ -92,7 +135,10 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     out: Any,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # it is that of the fork server
+    os.environ.update(environment)
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         with joined(rank, world_size, device, port=port, name="spawn") as here:
@@ -110,9 +156,9 @@ def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cp
     raised here. Only ``NotSupported``, of which the message says all, is raised as it is.
     """
     store = local_store()
-    context = mp.get_context("spawn")
+    context = forks()
     out = context.SimpleQueue()
-    known = (world_size, device, store.port, fn, args, out)
+    known = (world_size, device, store.port, fn, args, out, dict(os.environ))
     ranks = [
         context.Process(target=_rank_main, args=(rank, *known), daemon=True)
         for rank in range(world_size)

@@ -46,7 +46,8 @@ FAR = re.compile("refuse|kernel (None|FP8|plain|weighted by the owner, lost)$")
 REST = re.compile(
     r"kernel (FP8_POW2|FP8_UE8M0|options|FP8 by column|FP8 by column, hook receive)$"
     r"|combine_kernel (weighted by the owner|hook receive)$"
-    r"|send, few tokens|kernel FP8, (between|net)"
+    r"|(send|weighted), few tokens|kernel FP8, (between|net|once per node, net)"
+    r"|(refuse|owner, lost), (between nodes|network)$|refuse, once per node$"
 )
 """Which are not worth their seconds in every run: others are compiled of the same kinds."""
 

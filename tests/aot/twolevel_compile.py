@@ -35,7 +35,10 @@ from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
 
 GRID = Topology(2, 2)
-REST = re.compile(r"dispatch_kernel FLAT cast MXFP8|direct_kernel FLAT (cast @|cached)")
+REST = re.compile(
+    r"dispatch_kernel FLAT cast MXFP8|direct_kernel FLAT (cast @|cached|fp8)"
+    r"|plan_kernel EXPERT_MAJOR|unpack_kernel .* network"
+)
 """Which are not worth their seconds in every run: others are compiled of the same kinds."""
 
 

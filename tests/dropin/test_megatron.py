@@ -23,7 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nvlink_pool import SOAK
 from tokenyard.deep_ep.hybrid import HybridEPBuffer
+from tokenyard.launch import preload
 from tokenyard.testing import Ranks, distributed_test
+
+preload("megatron_layers")
 
 PATTERNS = ("even", "uneven", "first rank empty", "only the last rank")
 FEW = PATTERNS if SOAK > 1 else PATTERNS[1:3]

@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 import tokenyard as ty
 import transformers_models as tiny
+from tokenyard.launch import preload
 from tokenyard.testing import Ranks, assert_close, assert_same_bits, distributed_test
+
+preload(*tiny.NEEDED)
 
 ROOT = Path(__file__).parents[2]
 

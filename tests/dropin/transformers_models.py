@@ -23,6 +23,14 @@ from torch.distributed.tensor import DTensor
 from tokenyard.testing import Ranks, assert_close, payload, routing
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+NEEDED = (
+    *(__name__, "accelerate", "tokenyard.integrations.transformers"),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("qwen3_moe", "mixtral", "deepseek_v3")
+    ),
+)
+"""What ranks are to have from the start, in this order."""
 
 VOCABULARY, EXPERTS, TOPK = 64, 8, 2
 RELATIVE = 1e-5

@@ -27,9 +27,14 @@ KINDS = {
     "wrong row",
 }
 
-FIRST = {(mutation.kind, mutation.file): name for name, mutation in reversed(MUTATIONS.items())}
-TRIED = [name for name in MUTATIONS if SOAK > 1 or name in FIRST.values()]
-"""The first of each kind in each file; all of them under ``make soak``."""
+OF_FILES = {mutation.file: name for name, mutation in reversed(MUTATIONS.items())}
+OF_KINDS = {
+    mutation.kind: name
+    for name, mutation in reversed(MUTATIONS.items())
+    if mutation.kind not in {MUTATIONS[name].kind for name in OF_FILES.values()}
+}
+TRIED = [name for name in MUTATIONS if SOAK > 1 or name in {*OF_FILES.values(), *OF_KINDS.values()}]
+"""The first in each file, and of each kind that these lack; all of them under ``make soak``."""
 
 
 @pytest.fixture(scope="module")

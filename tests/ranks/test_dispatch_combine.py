@@ -5,6 +5,7 @@ bit for bit.
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ ENGINES = {
     "virtual": ("nvlink",),
     "simulated": ("nvlink",),
 }[DEVICE]
-WORLD_SIZES = (1, 2, 3, 4, 8) if SOAK == 1 else (1, 2, 3, 4, 5, 8)
+ALL = DEVICE != "cpu" or SOAK > 1
+OTHER_SIZES = (1, 2, 4, 8) if SOAK == 1 else (1, 2, 4, 5, 8)
 """To start five more processes takes as long as fifty tests on them: for ``make soak``, beside
 other odd and larger numbers.
 """
@@ -40,6 +42,21 @@ EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 
 layouts = pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
 shapes = pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
+KINDS = list(product(ty.Layout, (True, False)))
+some_kinds = pytest.mark.parametrize(
+    ("layout", "exact", "routing"),
+    [
+        (*kind, routing)
+        for (at, kind), (turn, routing) in product(enumerate(KINDS), enumerate(ROUTINGS))
+        if ALL or (at + turn) % 3 == 0
+    ],
+    ids=lambda each: (
+        {True: "exact", False: "static"}.get(each) or str(each).rpartition(".")[2].lower()
+    ),
+)
+"""Of a layout exact or static with a routing: each routing has an exact and a static one, and each
+of those three routings; ``make soak`` has all.
+"""
 
 
 def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, case: Case) -> None:
@@ -83,18 +100,13 @@ def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, cas
     check_combined(got, case, rank, want.x, "weighted by the owner")
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@shapes
-@layouts
-@distributed_test(world_size=WORLD_SIZES, engine=ENGINES)
-def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
+def check_all_ways(
+    ranks: Ranks, layout: ty.Layout, exact: bool, routing: str, most: int | None = None
+) -> None:
+    """With ``most`` payloads, or all. Each routing has others of them, in turn."""
     payloads = list(enumerate((*PLAIN, *QUANTIZED)))
-    if DEVICE == "cpu" and ranks.world_size != 3 and SOAK == 1:
-        # each routing has some of the payloads, in turn, and each payload a routing or more; with
-        # three ranks each routing has all
-        first = ROUTINGS.index(routing) % len(payloads)
-        payloads = (payloads + payloads)[first : first + (2 if ranks.world_size < 4 else 1)]
-    for seed, dtype in payloads:
+    first = ROUTINGS.index(routing) % len(payloads)
+    for seed, dtype in (payloads[first:] + payloads[:first])[:most]:
         case = Case(
             ranks.world_size, routing=routing, layout=layout, exact=exact, dtype=dtype, seed=seed
         )
@@ -102,6 +114,21 @@ def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routin
             recv = dispatch(ranks, ep, case)
             check_received(recv, case, ranks.rank)
             combine_all_ways(ranks, ep, recv, case)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@shapes
+@layouts
+@distributed_test(world_size=3, engine=ENGINES)
+def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
+    check_all_ways(ranks, layout, exact, routing)
+
+
+@some_kinds
+@distributed_test(world_size=OTHER_SIZES, engine=ENGINES)
+def test_any_number_of_ranks(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
+    few = 2 if ranks.world_size < 4 else 1
+    check_all_ways(ranks, layout, exact, routing, None if ALL else few)
 
 
 @pytest.mark.parametrize("mode", list(ty.Quantize), ids=lambda mode: mode.name.lower())

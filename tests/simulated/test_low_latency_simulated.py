@@ -30,9 +30,16 @@ KINDS = {
     "wrong epoch",
     "last token",
 }
-FIRST = {(m.kind, m.part, changed(m)[0]): name for name, m in reversed(MUTATIONS.items())}
-TRIED = [name for name in MUTATIONS if SOAK > 1 or name in FIRST.values()]
-"""Of each kind the first in each kernel and rehearsal; ``make soak`` tries all."""
+OF_PARTS = {(m.part, changed(m)[0]): name for name, m in reversed(MUTATIONS.items())}
+OF_KINDS = {
+    m.kind: name
+    for name, m in reversed(MUTATIONS.items())
+    if m.kind not in {MUTATIONS[name].kind for name in OF_PARTS.values()}
+}
+TRIED = [name for name in MUTATIONS if SOAK > 1 or name in {*OF_PARTS.values(), *OF_KINDS.values()}]
+"""The first in each kernel and rehearsal, and of each kind that these lack; ``make soak`` tries
+all.
+"""
 
 
 @pytest.mark.parametrize("world_size", SEEDS, ids="ranks{}".format)

@@ -1,40 +1,22 @@
-"""The test process's end of one worker: its process, its pipe and what it prints.
-
-Workers are forks of a process that has torch and this package imported (multiprocessing's fork
-server): some ten milliseconds each, where a new interpreter takes more than a second.
-"""
+"""The test process's end of one worker: its process, its pipe and what it prints."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.context import ForkServerContext
 
+from tokenyard.launch import forks
 from tokenyard.testing import worker
 from tokenyard.testing.job import Ending, Job, Outcome
 
-PRELOADED = ("torch", "torch.distributed", "tokenyard", worker.__name__)
-IF_KNOWN = ("pytest", "_pytest.assertion.rewrite", "hypothesis", "triton")
-"""Preloaded too if this process has them: bodies mostly come with these."""
-
 DUMP_TIME = 60.0
 """Seconds that a stuck worker gets to print its stacks."""
-
-
-@functools.cache
-def _forks() -> ForkServerContext:
-    """Makes processes by a fork server, which starts with the first of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(n for n in IF_KNOWN if n in sys.modules)])
-    return context
 
 
 class Member:
@@ -51,7 +33,7 @@ class Member:
         # a pipe to the child by its type, as only those are handed on to forks of the server
         output = Connection(os.dup(self._output.fileno()), readable=False)
         group = rank, world_size, device, port, name
-        self._process = _forks().Process(
+        self._process = forks().Process(
             target=worker.serve, args=(*group, theirs, output, dict(os.environ))
         )
         self._process.start()

@@ -5,6 +5,7 @@ other.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import inspect
 import os
 import pickle
@@ -47,6 +48,7 @@ def serve(
     ``environment`` instead of that of the fork server. SIGTERM prints the stacks of all threads and
     then ends it.
     """
+    gc.freeze()  # what the fork server has imported stays: bodies may collect garbage often
     os.setsid()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
