@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY
+from tokenyard.engines.low_latency_workspace import HOP_US
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import most_channels, peer_tuning
 from tokenyard.engines.workspace import NetRing, PeerWorkspace
@@ -40,6 +41,7 @@ from tokenyard.planner.prediction import (
     FLAT,
     IN_PLACE,
     MOST_DECODED,
+    ONCE,
     plan,
     scaling,
 )
@@ -562,3 +564,27 @@ def test_neither_triton_nor_a_gpu_is_needed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_low_latency_once_per_node_by_hand() -> None:
+    """As above, but half of the tokens cross, to one rail, behind counts for two ranks; 250 rows
+    are handed on, when all are there: twice as much over NVLink, in turn, and a hop."""
+    work = Workload(nodes=2, gpus_per_node=2, tokens=1000, hidden=500, experts=4, topk=1)
+    rates = replace(ROUND, low_dispatch=CallRates(8.0, 50.0))
+    terms = low_latency_call("dispatch", work, traffic(work, "uniform"), rates, once=True)
+    assert terms == Terms(nvlink=10.0, nic=101.5, latency=11.0 + HOP_US, in_turn=True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tokens", "once"), [(2, 128, True), (2, 1, False), (1, 128, False)]
+)
+def test_the_plan_says_how_rows_of_low_latency_cross(nodes: int, tokens: int, once: bool) -> None:
+    """By the library's own choice; both ways are priced, and the one chosen moves fewer bytes over
+    the NIC."""
+    work = Workload(nodes=nodes, gpus_per_node=8, tokens=tokens, hidden=7168, experts=256, topk=8)
+    assert work.crosses_once == once
+    calls = {call.engine: call for call in plan(work, H200, ["bf16"]).calls if call.name == COMBINE}
+    assert (ONCE in calls) == (nodes > 1)
+    if nodes > 1:
+        assert calls[ONCE].nic.mean < calls[LOW_LATENCY].nic.mean
+        assert calls[ONCE].nvlink.mean > calls[LOW_LATENCY].nvlink.mean

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from low_latency_outlines import LOW_LATENCY_OUTLINES, LOW_LATENCY_VERBS
 from model_cases import least_far_slots, least_slots, one
 from model_grid import Grid
 from model_mutations import first_failure
@@ -32,9 +33,12 @@ from tokenyard.topology import Topology
 pytestmark = without_devices
 
 
-@pytest.mark.parametrize(("file", "name"), OUTLINES)
+@pytest.mark.parametrize(("file", "name"), OUTLINES | LOW_LATENCY_OUTLINES)
 def test_the_order_of_operations_is_the_models(file: str, name: str) -> None:
-    assert "\n".join(outline(file, name, VERBS)) == OUTLINES[file, name].strip()
+    low = (file, name) in LOW_LATENCY_OUTLINES
+    want = (LOW_LATENCY_OUTLINES if low else OUTLINES)[file, name]
+    verbs = LOW_LATENCY_VERBS if low else VERBS
+    assert "\n".join(outline(file, name, verbs)) == want.strip()
 
 
 GRID = Topology(2, 2)

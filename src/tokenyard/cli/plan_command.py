@@ -19,7 +19,7 @@ from tokenyard.cli.options import check_plot, check_words, command, option
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
-from tokenyard.planner.prediction import Call, Plan, scaling
+from tokenyard.planner.prediction import ONCE, Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
 from tokenyard.planner.rates import CALLS, H200, Rates
 from tokenyard.planner.record import rates_from
@@ -135,6 +135,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "rates": named(plan.rates),
         "engine": plan.engine,
         "engine_runs": _when(plan),
+        "low_latency_once_per_node": plan.workload.crosses_once,
         "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
         "rows": {skew: named(rows) for skew, rows in plan.traffic.items()},
         "calls": [of(call) for call in plan.calls],
@@ -150,6 +151,9 @@ def print_plan(console: Console, plan: Plan) -> None:
         f"hidden {work.hidden}, top-{work.topk} of {work.experts} experts. Engine "
         f"[bold]{engine}[/bold] {_when(plan)}; the others are for comparison.",
     )
+    if any(call.engine == ONCE for call in plan.calls):
+        way = "node" if work.crosses_once else "rank"
+        print_line(console, f"Engine low_latency would let rows cross once per {way}.")
     head = "<Call|<Engine|<Routing"
     times: list[tuple[str, ...]] = []
     moved: list[tuple[str, ...]] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from tokenyard.engines.known import COLLECTIVE
+from tokenyard.engines.low_latency_workspace import HOP_US
 from tokenyard.planner.rates import CallRates, Rates
 from tokenyard.planner.sizes import Ring, Sizes, recorded_sizes
 from tokenyard.planner.traffic import Traffic, traffic
@@ -186,17 +187,25 @@ def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
     return min(rows, ring.count * (ranks - 1) / ranks * chunk)
 
 
-def low_latency_call(call: str, work: Workload, moved: Traffic, rates: Rates) -> Terms:
+def low_latency_call(
+    call: str, work: Workload, moved: Traffic, rates: Rates, *, once: bool = False
+) -> Terms:
     """Engine low_latency: a row per (token, rank), stored to ranks of the node, put to others. Two
     puts for each of these: counts, or tags, go ahead of rows.
+
+    ``once``: rows cross once per (token, node), to a rail. It hands them on when all are there, and
+    gets sums in the same way: a hop more, and NVLink waits for the NIC. Only rails get rows.
     """
     rate: CallRates = getattr(rates, f"low_{call}")
     row_bytes = work.back_bytes if call == "combine" else work.row_bytes
     far = work.ranks - work.gpus_per_node
+    inside, across = (moved.nvlink, moved.nic) if once else (moved.flat_nvlink, moved.flat_nic)
+    puts = far + (work.nodes - 1 if once else far)
     return Terms(
-        nvlink=moved.flat_nvlink.busiest * row_bytes / (rate.link_gbs * US),
-        nic=moved.flat_nic.busiest * row_bytes / (rates.nic_gbs * US) + 2 * far * rates.put_us,
-        latency=rate.fixed_us + (rates.latency_us if far else 0.0),
+        nvlink=inside.busiest * row_bytes / (rate.link_gbs * US),
+        nic=across.busiest * row_bytes / (rates.nic_gbs * US) + puts * rates.put_us,
+        latency=rate.fixed_us + (rates.latency_us if far else 0.0) + (HOP_US if once else 0.0),
+        in_turn=once,
     )
 
 

@@ -25,6 +25,7 @@ from tokenyard.planner.workload import DTYPES, Dtype, Workload
 
 DISPATCH, IN_PLACE, COMBINE = ("dispatch", "dispatch in place", "combine")
 FLAT = "flat exchange"
+ONCE = f"{LOW_LATENCY}, once per node"
 PRICES = {
     NVLINK: {DISPATCH: nvlink_dispatch, IN_PLACE: nvlink_in_place, COMBINE: nvlink_combine},
     TWOLEVEL: {DISPATCH: twolevel_dispatch, COMBINE: twolevel_combine},
@@ -43,7 +44,8 @@ class Call:
     Attributes:
         name: of :data:`PRICES`. dtype, skew: what it runs with.
         engine: or :data:`FLAT`, a single exchange once per (token, rank), at the rates of engine
-            collective. low_latency is there up to :data:`MOST_DECODED` tokens.
+            collective. low_latency is there up to :data:`MOST_DECODED` tokens; between nodes that
+            is once per rank, with :data:`ONCE` beside it (``Workload.crosses_once``: which it is).
         terms: its limits; ``terms.us`` is what it takes.
         nvlink, nic: bytes per GPU.
     """
@@ -124,6 +126,8 @@ def _calls(
         terms[name, FLAT] = flat_call(work, rows, call, row_bytes, rates)
     if work.tokens <= MOST_DECODED:
         terms[name, LOW_LATENCY] = low_latency_call(name, work, rows, rates)
+        if work.grid.has_levels:
+            terms[name, ONCE] = low_latency_call(name, work, rows, rates, once=True)
     straight = (FLAT, LOW_LATENCY)
 
     def moved(flow: Flow) -> Flow:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from tokenyard.config import Config
+from tokenyard.engines.low_latency_workspace import crosses_once
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import FORMATS
 from tokenyard.routing import expert_bounds
@@ -67,6 +69,17 @@ class Workload:
     @property
     def grid(self) -> Topology:
         return Topology(self.nodes, self.gpus_per_node)
+
+    @property
+    def crosses_once(self) -> bool:
+        """Whether engine low_latency would let tokens cross once per node: its own choice."""
+        return crosses_once(
+            Config(
+                num_experts=self.experts, hidden=self.hidden, num_topk=self.topk,
+                max_tokens_per_rank=self.tokens, rank=0, world_size=self.ranks, timeout=1.0,
+                topology=self.grid,
+            )
+        )  # fmt: skip
 
     @property
     def ranks(self) -> int:
