@@ -84,6 +84,7 @@ from tokenyard.kernels.two_scheduler import (
     defer_signal,
     flush_signals,
     next_step,
+    note_lack,
     place_in_round,
     reports,
 )
@@ -127,6 +128,7 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
         mine = peer_base(peers.regions, peers.rank)
         seen = load_acquire(head_of(mine, to, turn.channel, k))
         tl.debug_barrier()
+        note_lack(peers.state, turn, ON_ROOM, to, seen < want, k)
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, False):
                 give_up(peers.state, TIMED_OUT, ON_ROOM, to, turn.channel, want, seen)
@@ -162,6 +164,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
         want = base + i + 1
         seen = load_acquire(tail_of(mine, source, turn.channel, k))
         tl.debug_barrier()
+        note_lack(peers.state, turn, ON_ROWS, source, seen < want, k)
         if turn.step != ON_TIME:
             if reports(turn.step, seen < want, source // P != me // P):
                 give_up(peers.state, TIMED_OUT, ON_ROWS, source, turn.channel, want, seen)

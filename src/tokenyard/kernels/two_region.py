@@ -103,6 +103,7 @@ def state_table(ranks: int, nodes: int, channels: int) -> dict[str, int]:
         * tasks
         * deferred_words(ranks // nodes)
         * channels,  # a counter and how much each
+        "since": tasks * channels,
     }
 
 
@@ -212,6 +213,13 @@ def net_bytes(state, node, k: tl.constexpr):
 def done_in(state, task, channel, k: tl.constexpr):
     """Rows (tokens) of this call that a task is done with. One program touches it per kernel."""
     first: tl.constexpr = state_at("done", k.ranks, k.grid.nodes, k.channels)
+    return words(state) + first + task * k.channels + channel
+
+
+@triton.jit
+def since_in(state, task, channel, k: tl.constexpr):
+    """Since when a task lacks something, 0: it does not. One program touches it per kernel."""
+    first: tl.constexpr = state_at("since", k.ranks, k.grid.nodes, k.channels)
     return words(state) + first + task * k.channels + channel
 
 

@@ -32,13 +32,15 @@ import triton.language as tl
 from tokenyard.kernels.sync import (
     RELAYED_NS,
     TIMEOUT_NS,
+    WAITED,
     add_release,
     is_late,
+    note_wait,
     now_ns,
     still_time,
     words,
 )
-from tokenyard.kernels.two_region import deferred_of, deferred_words, done_in
+from tokenyard.kernels.two_region import deferred_of, deferred_words, done_in, since_in
 
 SPINS = tl.constexpr(16)
 """Rounds in vain between two looks at the clock."""
@@ -95,6 +97,21 @@ def flush_signals(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
         add_release(words(counter), count, count > 0)
         tl.store(at + 1, tl.zeros_like(count), mask=count > 0)
         tl.debug_barrier()
+
+
+@triton.jit
+def note_lack(state, turn, phase, source, lacks, k: tl.constexpr):
+    """At a look of a turn: whether its task ``lacks`` what it needs of ``source``, which
+    ``stats().waits`` counts from the first look that finds it so to the first that does not. A look
+    that changes nothing stores nothing (``note_look``)."""
+    matrix = tl.load(words(state) + WAITED)
+    since = since_in(state, turn.task, turn.channel, k)
+    begin = tl.load(since)
+    if lacks == (begin == 0):
+        now = now_ns()
+        note_wait(matrix, phase, source, now - begin, begin != 0)
+        tl.debug_barrier()
+        tl.store(since, tl.where(lacks, now, 0))
 
 
 @triton.jit
