@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY
-from tokenyard.engines.low_latency_workspace import HOP_US
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES, nvlink_tuning
 from tokenyard.engines.twolevel_workspace import (
     NetRing,
@@ -277,6 +277,7 @@ def test_which_engines_are_planned() -> None:
         COLLECTIVE,
         FLAT,
         LOW_LATENCY,
+        ONCE,
     ]
     assert all(call.dtype == "bf16" for call in many.calls if call.name == COMBINE)
     by_engine = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tokenyard.config import Config
+from tokenyard.engines.crossing import crosses_once
 from tokenyard.engines.rings import RowLayout, row_layout_of
 from tokenyard.handle import Spec
 from tokenyard.kernels import low_latency_memory as memory_map
@@ -81,27 +82,6 @@ def kept_words(num_topk: int, spec: Spec, mixed: bool) -> int:
     """int32 words behind a sum that say which picks it has: with a capacity, some have no place;
     ``mixed`` ones are of several ranks."""
     return 0 if spec.capacity is None and not mixed else -(-num_topk // 4) * 4
-
-
-NIC_GBS, HOP_US = 50.0, 3.0
-"""Of a rank's NIC, and of a store and a flag inside a node: nominal, to choose by."""
-
-
-def crosses_once(config: Config) -> bool:
-    """Whether a full call of ``config`` is faster if tokens cross once per node: by bytes of rows
-    on the NIC, if picks fall on any experts, against a hop each way."""
-    grid = config.topology
-    if grid is None or not grid.has_levels:
-        return False
-    nodes, ranks = grid.num_nodes, grid.world_size
-
-    def met(places: int, near: int) -> float:
-        """How many of ``places`` a token goes to, but for those that are ``near``."""
-        return (places - near) * (1 - (1 - 1 / places) ** config.num_topk)
-
-    saved = met(ranks, grid.ranks_per_node) - met(nodes, 1)
-    num_bytes = config.max_tokens_per_rank * saved * 2 * config.hidden
-    return num_bytes / (NIC_GBS * 1e3) > HOP_US
 
 
 def _default_slot(config: Config, far: bool) -> int:

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.engines.low_latency_workspace import HOP_US
 from tokenyard.planner.rates import CallRates, Rates
 from tokenyard.planner.sizes import Ring, Sizes, role_sizes
 from tokenyard.planner.traffic import Traffic, traffic

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tokenyard.config import Config
-from tokenyard.engines.low_latency_workspace import crosses_once
+from tokenyard.engines.crossing import crosses_once
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import FORMATS
 from tokenyard.routing import expert_bounds
