@@ -111,6 +111,7 @@ def test_json_is_the_plan() -> None:
         "rates",
         "engine",
         "engine_runs",
+        "low_latency_once_per_node",
         "sizes",
         "rows",
         "calls",
@@ -133,7 +134,7 @@ def test_json_is_the_plan() -> None:
     assert set(found["rows"]) == {"uniform", "zipf"}
     work = Workload(nodes=2, gpus_per_node=4, tokens=128, hidden=7168, experts=64, topk=8)
     calls = plan(work, H200, skews=("uniform", "zipf")).calls
-    assert len(found["calls"]) == len(calls) == 24
+    assert len(found["calls"]) == len(calls) == 30
     for seen, call in zip(found["calls"], calls, strict=True):
         assert set(seen) == {
             "name",
@@ -150,7 +151,9 @@ def test_json_is_the_plan() -> None:
         assert seen["us"] == call.terms.us and seen["bound"] == call.terms.bound
         assert set(seen["terms_us"]) == {"nvlink", "nic", "programs", "latency", "fill"}
         assert seen["nic_bytes"] == {"mean": call.nic.mean, "busiest": call.nic.busiest}
-        assert seen["links_in_turn"] == (call.engine == "collective")
+        assert seen["links_in_turn"] == (
+            call.engine in ("collective", "low_latency, once per node")
+        )
 
 
 def test_rates_come_from_flags_and_records() -> None:

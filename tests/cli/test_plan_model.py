@@ -273,6 +273,7 @@ def test_which_engines_are_planned() -> None:
         COLLECTIVE,
         FLAT,
         LOW_LATENCY,
+        ONCE,
     ]
     assert all(call.dtype == "bf16" for call in many.calls if call.name == COMBINE)
     by_engine = {

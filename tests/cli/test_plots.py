@@ -82,7 +82,13 @@ def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
     save_plans(Path("plan.png"), plans)
     [figure] = drawn
     assert [panel.get_title("left") for panel in figure.axes] == ["dispatch", "combine"]
-    engines = ["nvlink, then twolevel", "low_latency", "collective", "flat exchange"]
+    engines = [
+        "nvlink, then twolevel",
+        "low_latency",
+        "low_latency, once per node",
+        "collective",
+        "flat exchange",
+    ]
     assert [len(panel.get_lines()) for panel in figure.axes] == [2 * len(engines), len(engines)]
     found = looks(figure.axes)
     assert set(found) == {f"{engine}, {dtype}" for engine in engines for dtype in DTYPES}

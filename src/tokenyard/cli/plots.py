@@ -176,6 +176,7 @@ PLANNED = "nvlink, then twolevel"
 COLOURS = {
     PLANNED: OURS[0],
     prediction.LOW_LATENCY: OURS[1],
+    prediction.ONCE: OURS[2],
     prediction.COLLECTIVE: THEIRS[0],
     prediction.FLAT: THEIRS[1],
 }

@@ -1,5 +1,4 @@
-"""Whether tokens of a low-latency call cross to each rank of another node, or to each node. Without
-Triton."""
+"""Whether rows of engine low_latency cross once per node: the engine and the planner ask here."""
 
 from __future__ import annotations
 
