@@ -43,10 +43,10 @@ def test_tables_of_one_node() -> None:
         "bf16",
         "nvlink",
         "uniform",
-        "470",
+        "472",
         "437",
         "0",
-        "26.5",
+        "46.2",
         "11.0",
         "21.2",
         "NVLink",
@@ -65,7 +65,7 @@ def test_tables_of_one_node() -> None:
         "0",
         "B",
     ] in lines
-    assert ["bf16", "64", "NVLink", "256", "524", "kB", "36", "16", "36", "4", "134", "MB"] in lines
+    assert ["bf16", "64", "NVLink", "256", "524", "kB", "36", "16", "36", "4", "312", "MB"] in lines
 
 
 def test_tables_of_several_nodes() -> None:
@@ -192,7 +192,7 @@ def test_machines_that_do_not_fit_are_not_in_the_picture(tmp_path: Path) -> None
 
 
 def test_no_machine_for_the_picture(tmp_path: Path) -> None:
-    """Two nodes of 600 GPUs fit; one, the only machine of up to 1024 GPUs, has too few SMs."""
+    """Two nodes of 600 GPUs fit; one, the only machine of up to 1024 GPUs, has too many."""
     path = tmp_path / "plan.png"
     machine = (
         "--nodes",
@@ -207,7 +207,7 @@ def test_no_machine_for_the_picture(tmp_path: Path) -> None:
     assert run(*machine).exit_code == 0
     done = run(*machine, "--plot", str(path))
     assert (done.exit_code, done.stdout) == (2, "") and not path.exists()
-    assert "num_sms (132) must be at least 600 for 600 ranks" in done.output
+    assert "takes at most 512 ranks and nodes together" in done.output
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,8 @@ def test_no_machine_for_the_picture(tmp_path: Path) -> None:
         ),
         (("--nvlink", "nan"), "nvlink (nan) must be from"),
         (
-            ("--gpus-per-node", "133"),
-            "num_sms (132) must be at least 133 for 133 ranks: take fewer ranks per node, or "
-            "engine",
+            ("--gpus-per-node", "512", "--experts", "512"),
+            "takes at most 512 ranks and nodes together, but 512 ranks and a node are 513",
         ),
         (
             ("--rates", "nowhere.json"),

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from tokenyard.config import Config
 from tokenyard.engines.budget import receive_bytes
-from tokenyard.engines.tuning import Tuning, most_channels, peer_tuning
+from tokenyard.engines.tuning import Tuning, most_channels, peer_tuning, too_many
 from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
+from tokenyard.errors import NotSupported
 from tokenyard.topology import Topology
 
 
@@ -30,6 +31,8 @@ def choose_peer(
     are one node.
     """
     if not nodes:
+        if why := too_many(config.world_size):
+            raise NotSupported(why)
         config = dataclasses.replace(config, topology=Topology(1, config.world_size))
     grid = config.topology
     assert grid is not None

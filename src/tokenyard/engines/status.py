@@ -213,11 +213,15 @@ class StatusMonitor:
         """Wait for the device, or until another rank gives up, and raise then."""
         if not self._on_gpu:
             return
-        aside, memory = Aside(), self._workspace.memory
-        wait = partial(torch.cuda.synchronize, memory.device)
-        if memory.shared_gpu:  # that would keep ranks of this process from launching
-            wait = torch.cuda.current_stream(memory.device).synchronize
-        begun = aside.start(wait)
+        memory = self._workspace.memory
+        if memory.shared_gpu:  # who waits in CUDA may keep other ranks' threads from launching
+            ended = torch.cuda.Event()
+            ended.record(torch.cuda.current_stream(memory.device))
+            while not memory.wait_until(ended.query, SLICE):
+                self._raise_if_told()
+            return
+        aside = Aside()
+        begun = aside.start(partial(torch.cuda.synchronize, memory.device))
         aside.close()  # it ends behind the call
         while not begun.wait(SLICE):
             self._raise_if_told()

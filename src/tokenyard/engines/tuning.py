@@ -35,6 +35,14 @@ def _at_once(rows: int, most: int) -> int:
     return 1 << (max(1, min(rows, most)).bit_length() - 1)
 
 
+def too_many(ranks: int) -> str:
+    """Why one node of ``ranks`` is too large; "" if it is not."""
+    limit = limit_of(Topology(1, ranks))
+    why = f"engine 'nvlink' takes at most {limit}, but {ranks} ranks and a node are {ranks + 1}"
+    remedy = "use smaller expert-parallel groups, or engine 'collective'"
+    return f"{why}: {remedy}" if limit else ""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
     """How a role of a kernel works."""

@@ -69,7 +69,8 @@ class TwolevelEngine(RingEngine):
 
     def check(self) -> None:
         super().check()
-        self._count_network()
+        if self._workspace.grid.num_nodes > 1:
+            self._count_network()
 
     def _count_network(self) -> None:
         """Bring to the statistics what kernels counted: rows between ranks of my local index."""

@@ -11,7 +11,7 @@ import torch
 from tokenyard.config import Config
 from tokenyard.engines.budget import receive_bytes
 from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
-from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning
+from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning, too_many
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload
@@ -87,9 +87,11 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     """Sizes that engine ``nvlink`` takes.
 
     Raises:
-        ValueError: rings that hold less than two rows.
+        ValueError: rings that hold less than two rows. Or too many ranks.
     """
     ranks, sms = workload.gpus_per_node, workload.sms
+    if why := too_many(ranks):
+        raise ValueError(why)
     received, grid = receive_bytes(workload.buffer_bytes, _config(workload)), Topology(1, ranks)
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
     tuning = peer_tuning(sms, grid, all_sms=sms == workload.most_sms, channels=channels)
