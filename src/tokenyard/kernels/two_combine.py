@@ -11,8 +11,11 @@ one row to rank 0, whose reducer adds node 0's sum and this row.
 The tree is the same whoever owns the token: ranks of a node in order, rounded to the wire dtype;
 then nodes in order (``docs/reference/semantics.md``).
 
-Who publishes what, who may read when: as in ``kernels/two_dispatch.py`` and ``kernels/combine.py``.
-A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:
+Rings inside a node are those of dispatch, the other way round: the row at place p among my rows to
+rank d comes back as row ``p - out_bound(d, channel)`` of the ring (d, channel).
+
+Who publishes what, who may read when: as in ``kernels/two_dispatch.py``, with reducers for
+receivers. A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:
 it stores them into the network ring itself, and defers the tail in every turn. Senders defer tails,
 combiners heads of local senders: ``flush_signals`` adds them once per round behind the reducer
 (release), and once behind the last round. A reducer adds to heads itself at the end of a turn

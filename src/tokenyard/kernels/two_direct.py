@@ -177,7 +177,8 @@ def two_direct_kernel(
     regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
     num_experts, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module, and ``direct_kernel``. ``k`` is a ``DirectConfig``;
+    """See the module. ``k`` is a ``DirectConfig``; ``buffers`` the table of in-place buffers, in
+    which scales and metadata begin at ``scales_at`` and ``metadata_at`` bytes;
     :func:`bind_two_direct` makes the launch."""
     grid: tl.constexpr = k.grid
     pid = tl.where(given_up(state), -1, tl.program_id(0))

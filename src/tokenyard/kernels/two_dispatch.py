@@ -2,15 +2,27 @@
 """Dispatch over two levels: once per (token, node) through the network, then to the ranks of the
 node that need it.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
-channel: a network sender and a forwarder (``kernels/two_forward.py``) per other node, the rows that
-stay, a sender per other local rank, a receiver per source with another local index, the call
-barrier (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0
-sends it once, to rank 2, whose forwarder places it, and stores it to ring (0, c) of rank 3.
+G nodes of P ranks; engine nvlink has one node. Grid ``W C``: W workers per channel
+(``kernels/two_scheduler.py``). Tasks of a channel: a network sender and a forwarder
+(``kernels/two_forward.py``) per other node, the rows that stay, a sender per other local rank, a
+receiver per source with another local index, the call barrier (of channel 0). Example: 2 nodes of 2
+ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends it once, to rank 2, whose forwarder
+places it, and stores it to ring (0, c) of rank 3. Example of one node: 2 ranks, 1 channel, a ring
+of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender puts rows 0-3 into slots 0-3, has no room
+until 2 were taken, puts rows 4, 5 into slots 0, 1; row i becomes arrival row ``first_in[0] + i``.
 
-Who publishes what, who may read when (``docs/reference/twolevel.md``; inside a node as in
-``kernels/dispatch.py``):
+Who publishes what, who may read when (``docs/reference/twolevel.md``):
 
+* A sender stores a chunk of rows into slots of its ring at the destination, and defers their number
+  to ``tails[me, channel]`` there. A receiver that sees the tail (acquire) reads the slots, and
+  defers the rows it has read to ``heads[me, channel]`` at whoever put them there. A sender that
+  sees the head (acquire) may write those slots again.
+* A call begins with the ring drained: its sender waits until everything it ever sent was taken. So
+  slots may change their size from call to call, and slot ``i % slots`` belongs to the i-th row of
+  the channel in this call.
+* A fresh dispatch may be launched before the host knew the counts. It does nothing if the plan says
+  that ranks disagree, or that one lacks room for its rows. All ranks see the same, and launch again
+  (``forced``) with room enough.
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto
   ``net tail``; MAPPED: it packs them into the network ring itself, and defers the tail. The
   forwarder sees the tail (acquire), then reads the slots.
@@ -23,9 +35,9 @@ Who publishes what, who may read when (``docs/reference/twolevel.md``; inside a 
 * Slot ``i % NQ`` of the network ring and of its staging ring belongs to the i-th row of the channel
   in this call.
 
-Nobody waits in a circle: a receiver needs its forwarder only, a forwarder its receivers and its
-network sender, and a network sender its forwarder's credits, of which less than CREDIT are held
-back: ``NQ >= NCHUNK + CREDIT - 1``.
+Nobody waits in a circle: a receiver needs its sender or forwarder only, a sender its receiver, a
+forwarder its receivers and its network sender, and a network sender its forwarder's credits, of
+which less than CREDIT are held back: ``NQ >= NCHUNK + CREDIT - 1``.
 """
 
 from __future__ import annotations
