@@ -24,10 +24,11 @@ from model_rings import Call
 from model_source import outline
 from nvlink_pool import without_devices
 from tokenyard.config import Config
-from tokenyard.engines.ring_engine import RingEngine
 from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.tuning import peer_tuning
 from tokenyard.engines.workspace import SHARED_BYTES, NetRing, PeerWorkspace
+from tokenyard.kernels.two_combine import bind_two_combine
+from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.topology import Topology
 
 pytestmark = without_devices
@@ -107,16 +108,14 @@ def _calls(workspace: Any, hidden: int) -> Iterator[tuple[dict[str, int], Call]]
     """Sizes of kernels that move rows of ``hidden`` channels, and the model's call with those
     sizes.
     """
-    row_layout, dtype, binders = (
-        RowLayout(hidden, hidden // 2, 32, 0, 0),
-        torch.bfloat16,
-        RingEngine.binders,
-    )
+    row_layout, dtype = RowLayout(hidden, hidden // 2, 32, 0, 0), torch.bfloat16
     for combine in (False, True):
         if combine:
-            binders.combine(workspace, row_layout, dtype, 1, 0, (), by_expert=False, weighted=False)
+            bind_two_combine(
+                workspace, row_layout, dtype, 1, 0, (), by_expert=False, weighted=False
+            )
         else:
-            binders.dispatch(
+            bind_two_dispatch(
                 workspace, 2, row_layout, None, dtype, 1, by_expert=False, padding=False
             )
         known = _sizes(workspace.memory.constants)

@@ -119,15 +119,6 @@ def _exchange(module: Any, package: str, stack: ExitStack) -> int:
     for name, value in real.items():
         setattr(module, name, _copy(value, package))
         stack.callback(setattr, module, name, value)
-    engines = [
-        each for each in vars(module).values()
-        if isinstance(each, type) and each.__module__ == module.__name__
-        and "binders" in vars(each)
-    ]  # fmt: skip
-    for engine in engines:
-        binders: Any = vars(engine)["binders"]
-        engine.binders = type(binders)(*(_copy(each, package) for each in binders))  # type: ignore[attr-defined]
-        stack.callback(setattr, engine, "binders", binders)
     return len(real)
 
 

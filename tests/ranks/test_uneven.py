@@ -64,6 +64,7 @@ def ringed(name: str, config: Config) -> list[Any]:
     """All that an engine with rings lays out."""
     from tokenyard.engines.failures import FailureReports
     from tokenyard.engines.peer_choice import choose_peer
+    from tokenyard.kernels.plan import bind_plan
 
     memory, stats = Noting(config), Stats.zeros(config.rank, config.world_size)
     chosen = choose_peer(config, 16, 8 << 20, all_sms=True, nodes=name == "twolevel")
@@ -71,7 +72,7 @@ def ringed(name: str, config: Config) -> list[Any]:
     engine = chosen.engine(chosen.config, memory, stats, chosen.tuning, 8 << 20, failures)
     for layout in Layout:
         for exact in (True, False):
-            engine.binders.plan(
+            bind_plan(
                 engine._workspace,
                 config.num_topk,
                 4,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tokenyard.engines.signatures import Binders
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.kernels.call_barrier import launch_call_barrier
+from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.aside import wait_for
 from tokenyard.memory.symmetric import Region
 
@@ -16,8 +16,8 @@ from tokenyard.memory.symmetric import Region
 class GrowingRegion:
     """The last of ``regions`` is in use; a CUDA graph may still write to a smaller one."""
 
-    def __init__(self, workspace: PeerWorkspace, binders: Binders, monitor: StatusMonitor) -> None:
-        self._workspace, self.binders, self._monitor = workspace, binders, monitor
+    def __init__(self, workspace: PeerWorkspace, monitor: StatusMonitor) -> None:
+        self._workspace, self._monitor = workspace, monitor
         self._memory = workspace.memory
         self.regions: list[Region] = []
 
@@ -45,7 +45,7 @@ class GrowingRegion:
 
     def _meet(self, tag: int) -> None:
         """Pass the call barrier. A rank in another call passes it too, but never allocates."""
-        launch = self.binders.call_barrier(self._workspace)
+        launch = bind_two_call_barrier(self._workspace)
         self._memory.gate()
         launch_call_barrier(launch, self._workspace, tag)
         self._monitor.meets()

@@ -13,13 +13,14 @@ from tokenyard.config import Config
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.outputs import result_of, sent_of
 from tokenyard.engines.rings import RowLayout, addresses, sums_for
-from tokenyard.engines.signatures import Binders, Launch, Signature
+from tokenyard.engines.signatures import Launch, Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
-from tokenyard.kernels.two_pull import pull_rows
+from tokenyard.kernels.two_direct import bind_two_direct
+from tokenyard.kernels.two_pull import bind_two_pull, pull_rows
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload, overlap, padded
 
@@ -63,12 +64,10 @@ def _ended(what: str) -> str:
 class InPlaceBuffers:
     """The in-place buffer of one object. Tensors over it raise once it is rewritten."""
 
-    def __init__(
-        self, config: Config, workspace: PeerWorkspace, binders: Binders, monitor: StatusMonitor
-    ) -> None:
-        self._config, self._workspace, self.binders = config, workspace, binders
+    def __init__(self, config: Config, workspace: PeerWorkspace, monitor: StatusMonitor) -> None:
+        self._config, self._workspace = config, workspace
         self._memory, self._monitor = workspace.memory, monitor
-        self._buffer = GrowingRegion(workspace, binders, monitor)
+        self._buffer = GrowingRegion(workspace, monitor)
         self._given: list[Any] = []
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
@@ -102,7 +101,7 @@ class InPlaceBuffers:
         self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
         buffer = self._buffer.room(parts.end, tag)
         top, static, unpack = self._config.num_topk, not signature.spec.exact, None
-        launch = signature.bound("rows", lambda: self.binders.dispatch_in_place(
+        launch = signature.bound("rows", lambda: bind_two_direct(
             workspace, top, row_layout, signature.mode, signature.dtype
         ))  # fmt: skip
         if meta_at:
@@ -187,9 +186,9 @@ class InPlaceBuffers:
 
     def _bound(self, signature: Signature, bias: tuple[Tensor, ...]) -> Launch:
         """The launch of a combine in place."""
-        dtypes, bind = tuple(term.dtype for term in bias), self.binders.pull
+        dtypes, row_layout = tuple(term.dtype for term in bias), signature.row_layout
         return signature.bound(
-            dtypes, lambda: bind(self._workspace, signature.row_layout, signature.dtype, dtypes)
+            dtypes, lambda: bind_two_pull(self._workspace, row_layout, signature.dtype, dtypes)
         )
 
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.rings import address
-from tokenyard.engines.signatures import Binders, Signature, signature_of
+from tokenyard.engines.signatures import Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.engines.tuning import Tuning
 from tokenyard.engines.waits import DeviceWaits
@@ -28,8 +28,9 @@ from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, Fingerprint
 from tokenyard.kernels import region
 from tokenyard.kernels.call_barrier import launch_call_barrier
-from tokenyard.kernels.plan import Picks, make_plan
+from tokenyard.kernels.plan import Picks, bind_plan, make_plan
 from tokenyard.kernels.stand_in import bind_stand_ins
+from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -50,7 +51,6 @@ class PeerEngine(Engine):
     in_place = True
     hop_counts = 1  # ``ReceiveBuffer.needed``
     _monitor_type = StatusMonitor
-    binders: Binders
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
 
@@ -69,7 +69,7 @@ class PeerEngine(Engine):
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor = self._monitor_type(config, self._workspace, failures)
         self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
-        parts = (self._workspace, self.binders, self._monitor)
+        parts = (self._workspace, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
         self._outputs = Outputs(config, memory.device)
@@ -115,7 +115,7 @@ class PeerEngine(Engine):
         self._monitor.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
         self._calls += 1
         if op != DISPATCH:
-            launch = self.binders.call_barrier(self._workspace)
+            launch = bind_two_call_barrier(self._workspace)
             self._memory.gate()
             launch_call_barrier(launch, self._workspace, REFUSED)
             self._memory.settle()
@@ -223,7 +223,7 @@ class PeerEngine(Engine):
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
         self._table_rows = self._rows_of_table(tokens, signature)
-        launch = signature.bound(topk_idx.dtype, lambda: self.binders.plan(
+        launch = signature.bound(topk_idx.dtype, lambda: bind_plan(
             workspace, config.num_topk, signature.row_layout.meta_words,
             by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
             exact=spec.exact, weighted=signature.weighted, wide=topk_idx.dtype == torch.int64,

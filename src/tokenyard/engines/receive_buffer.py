@@ -22,7 +22,7 @@ from tokenyard.engines.signatures import Signature
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums
-from tokenyard.kernels.push import chunks_of, push_rows
+from tokenyard.kernels.push import bind_push, chunks_of, push_rows
 from tokenyard.memory.symmetric import Region
 
 
@@ -100,7 +100,7 @@ class ReceiveBuffer:
         weights_at = self._rows_at + self._most_rows(row_layout, picks) * row_layout.payload_bytes
         launch = signature.bound(
             (how, picks and weights_at),
-            lambda: self._growing.binders.push(
+            lambda: bind_push(
                 workspace,
                 row_layout,
                 signature.dtype,

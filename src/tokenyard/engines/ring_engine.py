@@ -25,20 +25,15 @@ from tokenyard.engines.rings import (
     as_aligned,
     sums_for,
 )
-from tokenyard.engines.signatures import Binders, Signature
+from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import dispatch_rows
 from tokenyard.kernels.names import span
-from tokenyard.kernels.plan import bind_plan
-from tokenyard.kernels.push import bind_push
 from tokenyard.kernels.two_combine import bind_two_combine
-from tokenyard.kernels.two_direct import bind_two_direct
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
-from tokenyard.kernels.two_headers import bind_two_call_barrier
-from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
@@ -46,15 +41,6 @@ from tokenyard.types import Layout, Quantize
 class RingEngine(PeerEngine):
     """Dispatch and combine by peer stores."""
 
-    binders = Binders(
-        bind_plan,
-        bind_two_dispatch,
-        bind_two_combine,
-        bind_two_direct,
-        bind_push,
-        bind_two_pull,
-        bind_two_call_barrier,
-    )
     _pulls = False
     """Whether a combine in place reads peers' rows where they are; else they are pushed."""
 
@@ -124,7 +110,7 @@ class RingEngine(PeerEngine):
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 out = _result(payload, signature, num_rows, zeros=zeros)
-                launch = signature.bound("rows", lambda: self.binders.dispatch(
+                launch = signature.bound("rows", lambda: bind_two_dispatch(
                     self._workspace, self.config.num_topk, signature.row_layout, mode,
                     signature.dtype, signature.width if placed else 1, by_expert=placed,
                     padding=placed and signature.padding and not zeros,
@@ -208,7 +194,7 @@ class RingEngine(PeerEngine):
             row_layout = replace(row_layout, meta_words=-(-how.picks // 4) * 4)
         launch = signature.bound(
             how,
-            lambda: self.binders.combine(
+            lambda: bind_two_combine(
                 self._workspace,
                 row_layout,
                 signature.dtype,
@@ -294,7 +280,7 @@ class RingEngine(PeerEngine):
             )
             return out, plan, arrived
         out = _result(payload, signature, num_rows, zeros=False)
-        launch = signature.bound("rows", lambda: self.binders.dispatch(
+        launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.width, by_expert=signature.experts, padding=signature.padding, fresh=True,
             weighted=signature.weighted, static=not spec.exact,

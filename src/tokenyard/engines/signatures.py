@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +21,6 @@ from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
-
-
-class Binders(NamedTuple):
-    """What compiles and loads the kernels of an engine: functions in the kernels' files. All take
-    the engine's workspace first; those of one name make launches of the same arguments.
-    """
-
-    plan: Callable[..., Launch]
-    dispatch: Callable[..., Launch]
-    combine: Callable[..., Launch]
-    dispatch_in_place: Callable[..., Launch]
-    push: Callable[..., Launch]  # of a combine without rings
-    pull: Callable[..., Launch]  # of a combine of rows in symmetric memory (engine twolevel)
-    call_barrier: Callable[..., Launch]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -15,11 +15,11 @@ Rings inside a node are those of dispatch, the other way round: the row at place
 rank d comes back as row ``p - out_bound(d, channel)`` of the ring (d, channel).
 
 Who publishes what, who may read when: as in ``kernels/two_dispatch.py``, with reducers for
-receivers. A combiner stores sums to staging slots, and puts a chunk with its number onto ``net tail``; MAPPED:
-it stores them into the network ring itself, and defers the tail in every turn. Senders defer tails,
-combiners heads of local senders: ``flush_signals`` adds them once per round behind the reducer
-(release), and once behind the last round. A reducer adds to heads itself at the end of a turn
-(release, behind its reads); MAPPED: also to those of network rings.
+receivers. A combiner stores sums to staging slots, and puts a chunk with its number onto ``net
+tail``; MAPPED: it stores them into the network ring itself, and defers the tail in every turn.
+Senders defer tails, combiners heads of local senders: ``flush_signals`` adds them once per round
+behind the reducer (release), and once behind the last round. A reducer adds to heads itself at the
+end of a turn (release, behind its reads); MAPPED: also to those of network rings.
 
 Nobody waits in a circle: rows of a ring are in token order, and so are combiners and reducers. If a
 reducer waits for a row of a network ring, all earlier ones are taken but those of its step (at most
