@@ -168,3 +168,19 @@ def test_compat_has_no_names_of_its_own() -> None:
         str(path.relative_to(COMPAT / "tokenyard_deep_ep"))
         for path in (COMPAT / "tokenyard_deep_ep").rglob("*.py")
     } == {"__init__.py", os.path.join("deep_ep", "__init__.py"), "deep_ep_cpp.py"}
+
+
+def test_modules_below_claim_no_file() -> None:
+    """Where ``inspect`` knew a file of a module called so before, None made it raise."""
+    code = """
+import inspect, sys, types
+earlier = sys.modules["deep_ep.utils"] = types.ModuleType("deep_ep.utils")
+earlier.__file__ = inspect.__file__
+inspect.getmodule(compile("", "nowhere", "exec"), "nowhere")
+del sys.modules["deep_ep.utils"]
+import deep_ep
+assert "deep_ep.utils" in sys.modules
+inspect.getmodule(compile("", "nowhere", "exec"), "nowhere")
+"""
+    done = python("-c", code, path=[GENERATIONS["2"].path, SOURCES])
+    assert done.returncode == 0, done.stderr

@@ -101,8 +101,8 @@ def slotted(config: Config) -> list[Any]:
     )  # type: ignore[arg-type]
     spec = Spec(layout=Layout.EXPERT_PADDED, exact=False)
     payload = Payload(torch.empty(0, 256, dtype=torch.bfloat16), None)
-    engine._signatures.dispatch(payload, spec, None).launch(True, True, 0, False, BOTH)
-    engine._signatures.combine(payload.x, spec).launch(0, (), False, False, BOTH)
+    engine._signatures.dispatch(payload, spec, None).launch(True, True, 0, BOTH)
+    engine._signatures.combine(payload.x, spec).launch(0, (), False, BOTH)
     workspace = engine._workspace
     return [*memory.noted, workspace.sizes, workspace.num_bytes, workspace.state.shape]
 

@@ -30,7 +30,8 @@ SILENT = re.compile(
     r"rank (\d+) did not send (?:its part of the plan|its counts|its barrier signal|its rows|"
     r"room for rows|the end of its rows) "
     rf"to rank (\d+) within {TIMEOUT} s \((?:dispatch|cached dispatch|combine) #\d+, waiting for "
-    r"(?:tickets|(?:arrivals|entered|dones)\[\d+\]|(?:tails|heads|landed)\[\d+, \d+\]) "
+    r"(?:tickets|(?:arrivals|entered|dones)\[\d+\]|"
+    r"(?:tails|heads|landed)\[\d+, \d+\](?: \((?:sender|receiver|reducer)\))?) "
     r"to reach \d+, it is \d+\)(; it had reported: .*)?(?:\. If it is only slow, .*)?"
 )
 ABSENT = re.compile(r"rank (\d+) waited [\d.]+ s in allocate\(\) for rank\(s\) \[(\d+)\]")
@@ -78,12 +79,11 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
 
 
 def test_reports_are_relayed() -> None:
-    """What the test above relies on. It takes a death between the rows to two others, one of 50 or
-    so; seeds 123 and 194 had one.
+    """What the test above relies on. It takes a death between the rows to two others; one of seeds
+    99 to 101 had one.
     """
     batches = [
-        range(123, 124),
-        range(194, 195),
+        range(99, 102),
         *(range(begin, begin + 24) for begin in range(96, 336, 24)),
     ]
     assert any(relayed(3, seeds) for seeds in batches)

@@ -189,4 +189,7 @@ def present(module: str, generation: str | None = None) -> None:
 def _made(name: str, modules: Modules) -> ModuleType:
     """A module without names; a package if others lie in it."""
     package = any(other.startswith(f"{name}.") for other in modules)
-    return module_from_spec(ModuleSpec(name, None, is_package=package))
+    made = module_from_spec(ModuleSpec(name, None, is_package=package))
+    # None would do, but not where inspect remembers a file of an earlier module of this name
+    vars(made).pop("__file__", None)
+    return made

@@ -50,7 +50,7 @@ class GrowingRegion:
         launch_call_barrier(launch, self._workspace, tag)
         self._monitor.meets()
         self._memory.settle()
-        if self._memory.shared_gpu:
+        if self._memory.device.type == "cuda" and self._memory.shared_gpu:
             self._monitor.finish()
         elif self._memory.device.type == "cuda":
             wait_for(torch.cuda.current_stream(self._memory.device).synchronize)

@@ -53,7 +53,7 @@ class TwolevelMonitor(StatusMonitor):
         other = grid.rank_at(home, grid.local_of(peer))
         whose = "" if other == peer else f" of rank {peer}"
         if phase == sync.ON_ROWS.value:
-            return other, f"rows{whose}", f"{tails} (receiver)"
+            return other, f"rows{whose}" if whose else "its rows", f"{tails} (receiver)"
         if phase == sync.ON_ROOM.value:
             return other, f"room for rows{whose}", f"{heads} (sender)"
         return super()._named(phase, peer, counter)

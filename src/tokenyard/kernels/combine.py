@@ -42,15 +42,16 @@ class CombineConfig(NamedTuple):
     bias1: Any
     tiles: Tiles
     stages: int  # rounds of loads of a reducer that are under way at once
-    grid: Grid
-    network_ring: NetworkRing
-    turn: int  # tokens of a reducer's turn
     # a combine in place has no rings inside nodes, and only rows in arrival order
     ring: RingLayout = RingLayout(0, 0, 0, 0)
     slots_per_row: int = 0  # result rows that one arrival row can have
     by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
     weighted: bool = False  # and multiplied by weights before
     picks: int = 0  # weights per arrival row that are summed too; 0: none
+    # of tasks, which engine collective has not
+    grid: Grid | None = None
+    network_ring: NetworkRing | None = None
+    turn: int = 0  # tokens of a reducer's turn
 
 
 class Partials(NamedTuple):
