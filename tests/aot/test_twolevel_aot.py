@@ -17,7 +17,7 @@ Facts = dict[str, dict[str, Any]]
 SPILLS = {
     "two_dispatch_kernel FLAT bf16 @132": 135,
     "two_dispatch_kernel FLAT cached bf16 @132": 75,
-    "two_dispatch_kernel FLAT fp8 @132": 245,
+    "two_dispatch_kernel FLAT fp8 @132": 250,
     "two_dispatch_kernel FLAT cast @132": 260,
     "two_dispatch_kernel FLAT cast MXFP8 @132": 250,
     "two_dispatch_kernel EXPERT_MAJOR bf16 @132": 85,
