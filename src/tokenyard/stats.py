@@ -45,9 +45,9 @@ class Stats:
             over gloo: "dispatch, counts", "combine, rows", ..., from when that of the rank before
             it had come; over NCCL nothing. Engines on kernels: "counts" and "call" (it comes late),
             "rows", "room" (it does not take rows; "plan": this rank's own programs), each from when
-            this rank began to wait; of rows and room the mean of all programs or channels. Engine
-            twolevel has no room, and rows at the end of calls in place only. `tokenyard doctor
-            --waits` says more.
+            this rank began to wait; of rows and room the mean of all programs or channels.
+            Forwarders and reducers of engines with rings note nothing. `tokenyard doctor --waits`
+            says more.
     """
 
     rank: int

@@ -26,7 +26,6 @@ from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, Fingerprint
-from tokenyard.kernels import region
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, bind_plan, make_plan
 from tokenyard.kernels.stand_in import bind_stand_ins
@@ -171,12 +170,6 @@ class PeerEngine(Engine):
         self._signatures.clear()
         self._workspace.__dict__.pop("region", None)
 
-    def route_shapes(
-        self, num_tokens: Any, spec: Spec, new_size: Any
-    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
-        num_rows = new_size() if spec.exact else self.config.padded_rows
-        return (self._route_words(num_tokens),), torch.int32, num_rows
-
     def _signature(
         self,
         op: int,
@@ -259,9 +252,8 @@ class PeerEngine(Engine):
         raise NotImplementedError
 
     def _route_words(self, num_tokens: Any) -> Any:
-        return region.plan_words(
-            self.config.world_size, self._workspace.tuning.channels, num_tokens, self._local
-        )
+        """int32 words of the plan of a batch of ``num_tokens``."""
+        raise NotImplementedError
 
     def _learn(self, signature: Signature) -> Any:
         """Wait on the host for everybody's counts, and check them: ``Plan.splits``."""

@@ -1,9 +1,8 @@
 """Combine without rings: rows are pushed to a buffer at their tokens' owner.
 
-Nobody waits for room or returns credits, and every program has work, which is faster where few
-multiprocessors are lent. (With all of them both ways take what the links take.) The buffer has a
-budget. A combine takes it if every rank's rows fit, which all know from the plan; else rings, which
-hold any batch.
+Nobody waits for room or returns credits, and every program has work: that is faster. The buffer has
+a budget. A combine takes it if every rank's rows fit, which all know from the plan; else rings,
+which hold any batch.
 """
 
 from __future__ import annotations

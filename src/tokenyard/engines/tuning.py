@@ -188,12 +188,14 @@ def peer_tuning(
 
 
 def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
-    """All multiprocessors, which hold several programs each: as many as there are tasks."""
+    """All multiprocessors, which hold two programs each of most kernels."""
     sums = KernelConfig(rows=4, block=1024, max_registers=128, stages=3, per_sm=2)
     direct = KernelConfig(rows=1, block=4096, num_warps=16, max_registers=128)
     programs = sums.per_sm * num_sms
     # two H100: 72 of 264 pushers 179 us, 56 181, 132 192; four ranks on them: 70 of 132 619, 44 679
-    pushers = pushers_of(programs, ranks) * 2 // 3 if ranks == 2 else pushers_of(programs, ranks)
+    pushers = pushers_of(programs, ranks)
+    if ranks == 2:
+        pushers = pushers * 2 // 3
     return Tuning(
         channels=max(1, min(channels, 4 * num_sms // (2 * ranks))),
         dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=128, per_sm=2),

@@ -126,6 +126,11 @@ class PeerWorkspace:
     def header_exchange(self) -> tuple[int, int, bool]:
         return self.grid.ranks_per_node, self.far_at, self.net
 
+    @property
+    def direct_workers(self) -> int:
+        """Programs of each channel of a dispatch in place, which has two tasks per node."""
+        return self.tuning.workers(self.tuning.direct, 2 * self.grid.num_nodes)
+
     def shared_for(self, config: KernelConfig) -> int:
         """Shared memory of a program of ``config``."""
         return self.shared_bytes // config.per_sm

@@ -229,8 +229,7 @@ def bind_two_direct(
 ) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place for one call signature: see
     ``bind_two_dispatch``."""
-    config = workspace.tuning.direct
-    workers = workspace.tuning.workers(config, 2 * workspace.grid.num_nodes)
+    config, workers = workspace.tuning.direct, workspace.direct_workers
     grid = grid_of(workspace, workers)
     network = network_ring_of(workspace, row_layout)
     row = row_constants(row_layout)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.config import Config
 from tokenyard.engines.budget import receive_bytes
 from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
 from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning, too_many
@@ -87,19 +86,18 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     """Sizes that engine ``nvlink`` takes.
 
     Raises:
-        ValueError: rings that hold less than two rows. Or too many ranks.
+        ValueError: rings that hold less than two rows, or too many ranks.
     """
     ranks, sms = workload.gpus_per_node, workload.sms
     if why := too_many(ranks):
         raise ValueError(why)
-    received, grid = receive_bytes(workload.buffer_bytes, _config(workload)), Topology(1, ranks)
+    grid = Topology(1, ranks)
+    received = receive_bytes(workload.buffer_bytes, workload.config(grid))
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
     tuning = peer_tuning(sms, grid, all_sms=sms == workload.most_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
     # of 2 R - 1 tasks that move rows R - 1 send
-    programs = tuning.channels * tuning.workers(
-        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
-    )
+    programs = _programs(tuning, grid)
     return Sizes(
         channels=tuning.channels,
         senders=max(1, round(programs * (ranks - 1) / (2 * ranks - 1))),
@@ -113,16 +111,10 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     )
 
 
-def _config(workload: Workload) -> Config:
-    """Of the ranks of one node."""
-    return Config(
-        num_experts=workload.experts,
-        hidden=workload.hidden,
-        num_topk=workload.topk,
-        max_tokens_per_rank=workload.tokens,
-        rank=0,
-        world_size=workload.gpus_per_node,
-        timeout=1.0,
+def _programs(tuning: Tuning, grid: Topology) -> int:
+    """Of a dispatch through rings."""
+    return tuning.channels * tuning.workers(
+        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
     )
 
 
@@ -136,9 +128,7 @@ def twolevel_sizes(workload: Workload) -> Sizes:
     channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
     all_sms = workload.sms == workload.most_sms
     tuning = peer_tuning(workload.sms, grid, all_sms=all_sms, channels=channels)
-    programs = tuning.channels * tuning.workers(
-        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
-    )
+    programs = _programs(tuning, grid)
     channels, far = tuning.channels, int(buffer_bytes * tuning.net_share)
     inner = _ring("NVLink", workload.ranks * channels, buffer_bytes - far, workload, tuning)
     links = (workload.nodes - 1) * channels

@@ -73,12 +73,14 @@ class Workload:
     @property
     def crosses_once(self) -> bool:
         """Whether engine low_latency would let tokens cross once per node: its own choice."""
-        return crosses_once(
-            Config(
-                num_experts=self.experts, hidden=self.hidden, num_topk=self.topk,
-                max_tokens_per_rank=self.tokens, rank=0, world_size=self.ranks, timeout=1.0,
-                topology=self.grid,
-            )
+        return crosses_once(self.config(self.grid))
+
+    def config(self, grid: Topology) -> Config:
+        """Of an object of the ranks of ``grid``."""
+        return Config(
+            num_experts=self.experts, hidden=self.hidden, num_topk=self.topk,
+            max_tokens_per_rank=self.tokens, rank=0, world_size=grid.world_size, timeout=1.0,
+            topology=grid,
         )  # fmt: skip
 
     @property
