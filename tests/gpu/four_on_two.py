@@ -1,5 +1,5 @@
-"""Four ranks on two GPUs: times of the GPU engines where only two GPUs are to be had. For
-developers; no test runs it.
+"""Ranks on up to four GPUs, as threads of one process: times of the GPU engines, and of changes of
+their kernels. For developers; no test runs it.
 
 ``python tests/run.py four_on_two --engine twolevel,nvlink --map A,B --sms 24,all``
 (all combinations; ``--help`` has the rest)
@@ -11,8 +11,9 @@ of a 2x2 grid:
 - **A**: ranks of a node share a GPU, so what a node sends to another crosses NVLink;
 - **B**: ranks of a node are on different GPUs, so what goes on inside of a node crosses NVLink.
 
-With one GPU all ranks share it, and nothing crosses NVLink. Two GPUs stand for four here: changes
-of a kernel can be compared, but **these are not figures of four GPUs**. Two ranks share a GPU's
+Where there are as many GPUs as ranks, each rank has one, whatever the map. With one GPU all ranks
+share it, and nothing crosses NVLink. Where two GPUs stand for four, changes of a kernel can be
+compared, but **these are not figures of four GPUs**. Two ranks share a GPU's
 multiprocessors (``all`` is a share of them), memory, L2 and NVLink. ``tokenyard bench`` makes
 those, with a GPU per rank.
 
@@ -35,7 +36,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import permutations, product
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology
 
-GPUS = min(2, max(1, torch.cuda.device_count()))
+GPUS = min(4, max(1, torch.cuda.device_count()))
 EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 ENGINES, MAPS = ("twolevel", "nvlink"), ("A", "B")
 IN_PLACE = " in place"
@@ -81,8 +82,10 @@ class Setting(NamedTuple):
     @property
     def devices(self) -> list[torch.device]:
         """The GPU of each rank."""
+        ranks = range(self.grid.world_size)
         number = self.grid.node_of if self.map == "A" else self.grid.local_of
-        return [torch.device("cuda", number(rank) % GPUS) for rank in range(self.grid.world_size)]
+        each = ranks if len(ranks) <= GPUS else map(number, ranks)
+        return [torch.device("cuda", gpu % GPUS) for gpu in each]
 
 
 class SplitWorld(VirtualWorld):
@@ -129,12 +132,10 @@ class SplitGroup(VirtualGroup):
 
 
 def enable_peers() -> None:
-    """Both GPUs map each other's memory: torch sees to it at a first copy. RuntimeError if they
+    """GPUs map each other's memory: torch sees to it at a first copy. RuntimeError if they
     cannot.
     """
-    if GPUS == 1:
-        return
-    for here, there in ((0, 1), (1, 0)):
+    for here, there in permutations(range(GPUS), 2):
         if not torch.cuda.can_device_access_peer(here, there):
             raise RuntimeError(f"GPU {here} cannot reach the memory of GPU {there}")
         sent = torch.arange(1024, device=f"cuda:{here}")
@@ -419,7 +420,7 @@ def parse_settings(arguments: Sequence[str]) -> list[Setting]:
         Setting(grid, engine, where, count, given.tokens, tuple(lists["kinds"]), given.rounds)
         for engine, where, count in product(lists["engine"], lists["map"], sms)
     ]
-    if any(len(set(setting.devices)) < GPUS for setting in settings):
+    if any(len(set(setting.devices)) < min(2, GPUS) for setting in settings):
         parser.error(
             f"--map ({given.map}) puts all ranks of grid {grid} on one GPU: take the other map"
         )

@@ -1,12 +1,12 @@
-"""Host time of eager calls on engine nvlink: ``python tests/run.py nvlink_host [TOKENS]`` (default:
-64).
+"""Host time of eager calls on engine nvlink: ``python tests/run.py nvlink_host [TOKENS ...]``
+(default: 64).
 
-One rank, 7168 channels, top-8 of 256 experts. Prints microseconds of each kind of call, the median
+A rank on each GPU, 7168 channels, top-8 of 256 experts. Rank 0 prints microseconds of each kind of call, the median
 and the least of 200; every 20 calls the device may catch up. Rounds of all kinds take turns, so
 that a busy machine slows all of them alike. "eager loop" is a fresh dispatch and its combine, 20
 times and then one wait for the device, per iteration: what the host or the device takes, whichever
-is slower. On a GPU an ``all_to_all_single`` of NCCL of as many rows stands beside it, there and
-back. Without a GPU nothing is launched (``recorded.py``) and rows are short: then it is the time of
+is slower. On GPUs an ``all_to_all_single`` of NCCL of the same rows (each token once to each rank
+that it reaches, counts known) stands beside it, there and back. Without a GPU nothing is launched (``recorded.py``) and rows are short: then it is the time of
 the Python part, and of tensors in host memory.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
 
 import tokenyard as ty
 from recorded import recorded_object
@@ -64,47 +66,88 @@ def loops(ep: ty.ExpertParallel, tokens: int) -> dict[str, Callable[[], Any]]:
         ep.combine(recv.x, recv.handle)
 
     kinds: dict[str, Callable[[], Any]] = {"eager loop": moe}
-    if GPU and dist.is_nccl_available():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        out, back = torch.empty_like(x), torch.empty_like(x)
-
-        def exchange() -> None:
-            dist.all_to_all_single(out, x)
-            dist.all_to_all_single(back, out)
-
-        kinds["NCCL all_to_all_single x 2"] = exchange
+    if GPU:
+        kinds["NCCL all_to_all_single x 2"] = exchanged(x, picks // (EXPERTS // ep.world_size))
     return kinds
 
 
-def main(tokens: int) -> None:
+def exchanged(x: Tensor, ranks: Tensor) -> Callable[[], None]:
+    """Rows of ``x`` to the ``ranks`` (int64 ``[T, K]``) of their picks and back, by NCCL."""
+    reached = torch.zeros(len(x), dist.get_world_size(), dtype=torch.bool, device=x.device)
+    reached.scatter_(1, ranks, True)
+    sent = reached.sum(0)
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent)
+    sizes, back_sizes = sent.tolist(), came.tolist()
+    rows = x[reached.t().nonzero()[:, 1]]
+    out, back = x.new_empty(sum(back_sizes), HIDDEN), torch.empty_like(rows)
+
+    def exchange() -> None:
+        dist.all_to_all_single(out, rows, back_sizes, sizes)
+        dist.all_to_all_single(back, out, sizes, back_sizes)
+
+    return exchange
+
+
+def measured(ep: ty.ExpertParallel, tokens: int) -> dict[str, list[float]]:
+    """Microseconds by kind of call."""
+    kinds, turns = calls(ep, tokens), loops(ep, tokens)
+    seen: dict[str, list[float]] = {name: [] for name in (*kinds, *turns)}
+    for turn in range(ROUNDS + 1):
+        for name, call in kinds.items():
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                call()
+                if turn:  # the first round compiles and warms up
+                    seen[name].append(1e6 * (time.perf_counter() - begin))
+            if GPU:
+                torch.cuda.synchronize()
+        for name, call in turns.items():
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if GPU:
+                torch.cuda.synchronize()
+            if turn:
+                seen[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
+    return seen
+
+
+def report(tokens: int) -> None:
+    """The table for so many tokens; rank 0 prints it."""
     sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
     sizes["max_tokens_per_rank"] = 4 * tokens
     ep = ty.ExpertParallel(engine="nvlink", **sizes) if GPU else recorded_object(**sizes)[0]
     with ep, torch.no_grad():
-        kinds, turns = calls(ep, tokens), loops(ep, tokens)
-        seen: dict[str, list[float]] = {name: [] for name in (*kinds, *turns)}
-        for turn in range(ROUNDS + 1):
-            for name, call in kinds.items():
-                for _ in range(CALLS):
-                    begin = time.perf_counter()
-                    call()
-                    if turn:  # the first round compiles and warms up
-                        seen[name].append(1e6 * (time.perf_counter() - begin))
-                if GPU:
-                    torch.cuda.synchronize()
-            for name, call in turns.items():
-                begin = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                if GPU:
-                    torch.cuda.synchronize()
-                if turn:
-                    seen[name].append(1e6 * (time.perf_counter() - begin) / CALLS)
-    if dist.is_initialized():
+        seen = measured(ep, tokens)
+    if ep.rank == 0:
+        print(f"{tokens} tokens, {ep.world_size} ranks")
+        for name, times in seen.items():
+            print(f"{name:28} median {statistics.median(times):6.1f} us, least {min(times):6.1f}")
+
+
+def run_rank(rank: int, port: int, ranks: int, sizes: list[int]) -> None:
+    """One rank, on its own GPU."""
+    torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+    try:
+        for tokens in sizes:
+            report(tokens)
+    finally:
         dist.destroy_process_group()
-    for name, times in seen.items():
-        print(f"{name:28} median {statistics.median(times):6.1f} us, least {min(times):6.1f} us")
+
+
+def main(sizes: list[int]) -> None:
+    """A process per GPU; without one, this process."""
+    if not GPU:
+        for tokens in sizes:
+            report(tokens)
+        return
+    ranks = torch.cuda.device_count()
+    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(run_rank, (store.port, ranks, sizes), ranks)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 64)
+    main([int(each) for each in sys.argv[1:]] or [64])
