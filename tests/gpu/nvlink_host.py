@@ -1,13 +1,14 @@
 """Host time of eager calls on engine nvlink: ``python tests/run.py nvlink_host [TOKENS ...]``
 (default: 64).
 
-A rank on each GPU, 7168 channels, top-8 of 256 experts. Rank 0 prints microseconds of each kind of call, the median
-and the least of 200; every 20 calls the device may catch up. Rounds of all kinds take turns, so
-that a busy machine slows all of them alike. "eager loop" is a fresh dispatch and its combine, 20
-times and then one wait for the device, per iteration: what the host or the device takes, whichever
-is slower. On GPUs an ``all_to_all_single`` of NCCL of the same rows (each token once to each rank
-that it reaches, counts known) stands beside it, there and back. Without a GPU nothing is launched (``recorded.py``) and rows are short: then it is the time of
-the Python part, and of tensors in host memory.
+A rank on each GPU, 7168 channels, top-8 of 256 experts. Rank 0 prints microseconds of each kind of
+call, the median and the least of 200; every 20 calls the device may catch up. Rounds of all kinds
+take turns, so that a busy machine slows all of them alike. "eager loop" is a fresh dispatch and its
+combine, 20 times and then one wait for the device, per iteration: what the host or the device
+takes, whichever is slower. On GPUs an ``all_to_all_single`` of NCCL of the same rows (each token
+once to each rank that it reaches, counts known) stands beside it, there and back. Without a GPU
+nothing is launched (``recorded.py``) and rows are short: then it is the time of the Python part,
+and of tensors in host memory.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def measured(ep: ty.ExpertParallel, tokens: int) -> dict[str, list[float]]:
 
 def report(tokens: int) -> None:
     """The table for so many tokens; rank 0 prints it."""
-    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
+    sizes: dict[str, Any] = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
     sizes["max_tokens_per_rank"] = 4 * tokens
     ep = ty.ExpertParallel(engine="nvlink", **sizes) if GPU else recorded_object(**sizes)[0]
     with ep, torch.no_grad():
