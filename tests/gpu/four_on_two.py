@@ -96,7 +96,9 @@ class SplitWorld(VirtualWorld):
         self.devices = devices
         most = max(devices.count(device) for device in devices)
         self.num_sms = max(1, min(multiprocessors(device) for device in devices) // most)
-        self.loaded = {device: Kernels(device, self.num_sms) for device in set(devices)}
+        # clusters as processes have them, where ranks share no GPU
+        clustered = multiprocessors(devices[0]) // 2 if most == 1 else 0
+        self.loaded = {each: Kernels(each, self.num_sms, clustered) for each in set(devices)}
         # One compiles at a time: ranks of the other GPU then find machine code on disk.
         compiling = Lock()
         for each in self.loaded.values():
