@@ -109,6 +109,8 @@ class Tuning:
     net_chunk: int = 16  # rows per put and per network credit, at most
     turn: int = 16  # tokens that a reducer sums in one turn
     net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
+    # programs of a dispatch inside one node that do not cast either send or receive
+    apart: bool = False
 
     def workers(self, config: KernelConfig, tasks: int) -> int:
         """Programs of each channel of a kernel of ``config`` with so many ``tasks`` per channel."""
@@ -168,9 +170,9 @@ def peer_tuning(
     if all_sms and grid.num_nodes == 1:
         return _all_of_one_node(num_sms, grid.world_size, channels)
     dispatch = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
-    pushers = pushers_of(num_sms, grid.world_size)
+    pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
     return Tuning(
-        channels=min(channels, num_sms),
+        channels=min(channels, few_channels(num_sms, grid.world_size) if one_node else num_sms),
         dispatch=dispatch,
         send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
         reduce=KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
@@ -184,7 +186,19 @@ def peer_tuning(
         num_sms=num_sms,
         pushers=pushers,
         gatherers=max(1, num_sms - pushers),
+        apart=one_node,
     )
+
+
+def few_channels(num_sms: int, ranks: int) -> int:
+    """Channels of one node of ``ranks`` where ``num_sms`` are few: each has a program that sends,
+    and one that takes rows to their places, or two among two ranks, where half of the rows stay.
+
+    >>> [few_channels(24, ranks) for ranks in (1, 2, 4, 8)]
+    [24, 8, 12, 12]
+    """
+    each = {1: 1, 2: 3}.get(ranks, 2)
+    return max(1, num_sms // each)
 
 
 def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:

@@ -18,6 +18,7 @@ from tokenyard.errors import NotSupported
 from tokenyard.limits import check_symmetric
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import power_of_two_at_least
+from tokenyard.topology import num_tasks
 
 SHARED_BYTES, KEPT_BYTES = 200 << 10, 28 << 10
 """Shared memory of a multiprocessor for rows (an H200 has 228 KiB), and for sums and scans."""
@@ -128,8 +129,11 @@ class PeerWorkspace:
 
     @property
     def direct_workers(self) -> int:
-        """Programs of each channel of a dispatch in place, which has two tasks per node."""
-        return self.tuning.workers(self.tuning.direct, 2 * self.grid.num_nodes)
+        """Programs of each channel of a dispatch in place: of one node any number, else it has two
+        tasks per node."""
+        nodes = self.grid.num_nodes
+        most = num_tasks(self.config.world_size, 1) - 1 if nodes == 1 else 2 * nodes
+        return self.tuning.workers(self.tuning.direct, most)
 
     def shared_for(self, config: KernelConfig) -> int:
         """Shared memory of a program of ``config``."""

@@ -75,6 +75,7 @@ class Grid(NamedTuple):
     network: bool  # headers and call barriers cross by NVSHMEM
     mapped: bool  # memory of other nodes' ranks is mapped: rows are stored there
     workers: int  # programs of each channel
+    senders: int = 0  # of these, those that only send in a dispatch; 0: all share all tasks
 
 
 class Cast(NamedTuple):
@@ -205,14 +206,15 @@ def strides_in_slots(row: RowConstants) -> Strides:
     return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
 
 
-def grid_of(workspace: Any, workers: int = 1) -> Grid:
-    """Of an ``engines.workspace.PeerWorkspace``; ``workers``: of each channel."""
+def grid_of(workspace: Any, workers: int = 1, senders: int = 0) -> Grid:
+    """Of an ``engines.workspace.PeerWorkspace``; ``workers``, and ``senders`` of them: of each
+    channel."""
     grid = workspace.grid
     return Grid(
         nodes=grid.num_nodes, ranks_per_node=grid.ranks_per_node,
         local_bins=power_of_two_at_least(max(2, grid.ranks_per_node)),
         header_words=workspace.header_words, first_byte=workspace.far_at, network=workspace.net,
-        mapped=workspace.mapped, workers=workers,
+        mapped=workspace.mapped, workers=workers, senders=senders,
     )  # fmt: skip
 
 

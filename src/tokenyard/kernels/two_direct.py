@@ -62,13 +62,21 @@ from tokenyard.kernels.two_scheduler import (
 from tokenyard.routing import power_of_two_at_least
 
 
+@triton.constexpr_function
+def near_tasks(nodes, workers):
+    """Tasks of a channel that write rows to ranks of this node: where there is no other node, one
+    for each worker."""
+    return workers if nodes == 1 else 1
+
+
 @triton.jit
-def _near_turn(peers, routing, payload, buffers, turn, ready, k: tl.constexpr):
-    """A chunk of this channel's tokens to those ranks of this node that need them. Returns the
-    tokens that are left."""
+def _near_turn(peers, routing, payload, buffers, part, turn, ready, k: tl.constexpr):
+    """A chunk of this channel's tokens, of one ``part`` of them, to those ranks of this node that
+    need them. Returns the tokens that are left."""
     P: tl.constexpr = k.grid.ranks_per_node
-    c, me = turn.channel, peers.rank
-    share = (routing.num_tokens + k.channels - 1) // k.channels
+    PARTS: tl.constexpr = near_tasks(k.grid.nodes, k.grid.workers)
+    c, me = turn.channel * PARTS + part, peers.rank
+    share = (routing.num_tokens + k.channels * PARTS - 1) // (k.channels * PARTS)
     t1 = tl.minimum(c * share + share, routing.num_tokens)
     i0 = tl.load(turn.done).to(tl.int32)
     left = tl.maximum(t1 - c * share, 0) - i0
@@ -156,6 +164,7 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
     grid: tl.constexpr = k.grid
     NODES: tl.constexpr = grid.nodes
     FAR: tl.constexpr = 2 * (NODES - 1)  # tasks between nodes: the first ones
+    BEFORE_LAST: tl.constexpr = FAR + near_tasks(NODES, grid.workers)
     task = turn.task
     rows = task * 0
     if task < NODES - 1:
@@ -163,9 +172,9 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
     elif task < FAR:
         node = (home + FAR - task) % NODES
         rows = _place_turn(peers, routing, buffers, node, turn, ready, k)
-    elif task < FAR + 1:
-        rows = _near_turn(peers, routing, payload, buffers, turn, ready, k)
-    elif (task < FAR + 2) & (turn.channel == 0):
+    elif task < BEFORE_LAST:
+        rows = _near_turn(peers, routing, payload, buffers, task - FAR, turn, ready, k)
+    elif (task < BEFORE_LAST + 1) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
             announce_call_to_all(peers.regions, peers.state, tag, k)
             tl.store(turn.done, tl.full((), 1, tl.int64))
@@ -191,7 +200,7 @@ def two_direct_kernel(
         plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
     )
     c, worker = pid % k.channels, pid // k.channels
-    TASKS: tl.constexpr = 2 * grid.nodes
+    TASKS: tl.constexpr = 2 * grid.nodes - 1 + near_tasks(grid.nodes, grid.workers)
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
         q = tl.arange(0, grid.local_bins)

@@ -64,9 +64,23 @@ def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
 @triton.jit
 def dealt(worker, i, k: tl.constexpr):
     """A worker's ``i``-th task. Heavy tasks come first; who has the heaviest of one place has the
-    lightest of the next."""
+    lightest of the next.
+
+    With ``senders``, of a dispatch inside one node, these workers have the sends and the call
+    barrier, the others have the rows of this rank and what is received. A store to another GPU
+    waits while the link is full, and so does every other access of its multiprocessor: programs
+    that do both take as long as both together.
+    """
     W: tl.constexpr = k.grid.workers
-    return i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
+    S: tl.constexpr = k.grid.senders
+    task = i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
+    if S:  # tasks of one node: own rows, P - 1 sends, P - 1 receives, the call barrier
+        P: tl.constexpr = k.ranks
+        sent, taken = worker + i * S, worker - S + i * (W - S)
+        send = tl.where(sent < P - 1, sent + 1, tl.where(sent == P - 1, 2 * P - 1, 2 * P))
+        take = tl.where(taken == 0, 0, tl.where(taken < P, P - 1 + taken, 2 * P))
+        task = tl.where(worker < S, send, take)
+    return task
 
 
 @triton.jit
