@@ -16,8 +16,9 @@ rehearsal, which fills Triton's cache; its times do not count. Exit status: 0 if
 row was wrong and nothing else was raised, however long it took. The last line is JSON.
 
 While a round is under way, processes of the next ones start, join their groups, make their CUDA
-contexts and batches with what the oracle says of them, and wait at a gate. Behind it, alone, are
-all that makes objects, runs kernels, and is timed. A context made meanwhile can only add to times.
+contexts and batches with what the oracle says of them, and wait at a gate. Objects, calls, checks,
+kills and times come behind it, of one round at a time. What others do meanwhile can only add to
+times.
 """
 
 from __future__ import annotations
