@@ -70,7 +70,7 @@ SUITES = {
     ),
     "low_latency_nodes": Entry(
         preset={"cuda": Decode(**NODES, tokens=(128,), replays=10_000)},
-        tiny=Decode(**NODES, tokens=(2, 4), topk=2, experts=4, replays=20, **SMALL),
+        tiny=Decode(**NODES, tokens=(4,), topk=2, experts=4, replays=20, **SMALL),
         run=run_decode,
         page=low_latency_report.PAGE,
         takes=("topology",),
