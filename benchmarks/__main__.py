@@ -25,6 +25,7 @@ from tokenyard.cli.options import check_device, check_engine, command, option
 from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 
+NODES: dict[str, Any] = {"topology": (2, 1), "parts_tokens": 0}
 SMALL: dict[str, Any] = {"hidden": 256, "iterations": 2, "warmup": 1}
 
 
@@ -67,6 +68,13 @@ SUITES = {
         run=run_decode,
         page=low_latency_report.PAGE,
     ),
+    "low_latency_nodes": Entry(
+        preset={"cuda": Decode(**NODES, tokens=(128,), replays=10_000)},
+        tiny=Decode(**NODES, tokens=(4,), topk=2, experts=4, replays=20, **SMALL),
+        run=run_decode,
+        page=low_latency_report.PAGE,
+        takes=("topology",),
+    ),
     "collective": Entry(
         preset=collective.COLLECTIVE,
         tiny=collective.plan({"tokens": [6], "hidden": [24], "topk": [2], "experts": [5]}, 2, 1),
@@ -91,15 +99,15 @@ class Options:
     """Of ``python -m benchmarks``."""
 
     suite: Annotated[
-        Literal["nvlink", "twolevel", "low_latency", "collective"],
+        Literal["nvlink", "twolevel", "low_latency", "low_latency_nodes", "collective"],
         typer.Argument(help="Which record to make."),
     ]
     ranks: Annotated[int, option("Local processes; under torchrun its ranks count.", min=1)] = 4
     device: Where = None
     engine: Annotated[str | None, option("nvlink: what is measured.", show_default="nvlink")] = None
-    topology: Annotated[str | None, option("twolevel: NODESxRANKS.", show_default="two nodes")] = (
-        None
-    )
+    topology: Annotated[
+        str | None, option("twolevel, low_latency_nodes: NODESxRANKS.", show_default="two nodes")
+    ] = None
     iterations: Annotated[
         int | None, option("Timed rounds.", min=1, show_default="the record's")
     ] = None
@@ -170,7 +178,8 @@ def main(options: Options) -> None:
     `.json`; `nvlink` and `collective` draw a picture too.
 
     All take --ranks, --iterations, --warmup, --seed, --tiny and --out; `nvlink` also --device,
-    --engine and --link-gbs, `collective` --device and --link-gbs, `twolevel` --topology.
+    --engine and --link-gbs, `collective` --device and --link-gbs, `twolevel` and
+    `low_latency_nodes` --topology.
 
     The exit code is 1 if a line has no time. A bar that is missed is no error.
     """
@@ -179,7 +188,7 @@ def main(options: Options) -> None:
     lines = measure(suite, options, console)
     if leads:
         name = getattr(suite, "engine", options.suite) + ("-tiny" if options.tiny else "")
-        used = options.world_size if options.suite == "twolevel" else None
+        used = options.world_size if "topology" in SUITES[options.suite].takes else None
         page = SUITES[options.suite].page
         path = write_record(options.out, name, lines, suite, options.where, page, used)
         show: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}

@@ -235,7 +235,9 @@ def test_help_says_what_goes_with_suites() -> None:
     assert "draw a picture too" in text
 
 
-@pytest.mark.parametrize("suite", ["nvlink", "low_latency", "twolevel", "collective"])
+@pytest.mark.parametrize(
+    "suite", ["nvlink", "low_latency", "low_latency_nodes", "twolevel", "collective"]
+)
 def test_suites_get_their_options(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -504,6 +504,8 @@ def test_the_command_writes_a_record(asked: list[TwoLevel], tmp_path: Path) -> N
             ["low_latency", "--link-gbs", "3"],
             "low_latency has no use for --link-gbs",
         ),
+        (["low_latency_nodes", "--topology", "1x4"], "'1x4' must be NODESxRANKS"),
+        (["low_latency", "--topology", "2x2"], "low_latency has no use for --topology"),
         (["nvlink", "--topology", "2x2"], "nvlink has no use for --topology"),
         (["collective", "--topology", "2x2"], "collective has no use for --topology"),
     ],

@@ -1,7 +1,8 @@
 """Kills ranks under load, many times: ``python tests/run.py kill_many --engine nvlink --times 50``.
 For developers; ``test_kill_many.py`` runs it on CPU ranks.
 
-Every round has two fresh processes, a GPU each. They dispatch and combine without a pause, batches
+Every round has two fresh processes, a GPU each: the first two that are visible, so jobs on other
+pairs run beside (``CUDA_VISIBLE_DEVICES=2,3``). They dispatch and combine without a pause, batches
 of all layouts and routings, and compare every call, bit for bit, with the first one, which the
 oracle has checked. At a random moment one of them is killed (SIGKILL). The other one gets
 ``PeerTimeout``, calls ``recover()``, and makes calls alone, which the oracle checks. Engine
@@ -13,20 +14,26 @@ the call) and from there to the end of the first good call. A rank that takes lo
 ``--limit`` for both hangs: its stacks are printed, and the next round begins. Round 0 is a
 rehearsal, which fills Triton's cache; its times do not count. Exit status: 0 if nothing hung, no
 row was wrong and nothing else was raised, however long it took. The last line is JSON.
+
+While a round is under way, processes of the next ones start, join their groups, make their CUDA
+contexts and batches with what the oracle says of them, and wait at a gate. Objects, calls, checks,
+kills and times come behind it, of one round at a time. What others do meanwhile can only add to
+times.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import json
-import multiprocessing
 import os
 import signal
 import statistics
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -44,7 +51,7 @@ import tokenyard as ty
 from cases import check_combined, check_received
 from recovering import Left
 from tokenyard.engines.known import COLLECTIVE, ENGINES, LOW_LATENCY, TWOLEVEL
-from tokenyard.launch import joined, local_store
+from tokenyard.launch import forks, joined, local_store, preload
 from tokenyard.rendezvous import group_store
 from tokenyard.testing import ROUTINGS
 
@@ -54,7 +61,17 @@ PATIENCE = 300.0
 """Seconds that ranks wait for each other before anybody is killed: kernels are compiled."""
 LONGEST_LOAD = 0.5
 """Most seconds under load."""
-LOADED = "under load"
+AHEAD = 3
+"""Rounds whose processes wait at the gate, or are on the way there, while another is under way."""
+GO, LOADED = "the gate is open", "under load"
+PRELOADED = (
+    "tokenyard.engines.low_latency",
+    "tokenyard.engines.peer_choice",
+    "tokenyard.memory.cuda",
+    "torch.distributed._symmetric_memory",
+    "triton.compiler",
+)
+"""What objects import when they need it."""
 STACKS = 1
 """Exit code of a process that ``faulthandler`` ends."""
 
@@ -69,6 +86,18 @@ class Options(NamedTuple):
     seed: int
 
 
+class Started(NamedTuple):
+    """Processes of a round. ``random`` says who is killed, and when."""
+
+    number: int
+    options: Options
+    random: Random
+    victim: int
+    store: dist.Store
+    pipes: list[Connection]
+    processes: list[BaseProcess]
+
+
 class Seen(NamedTuple):
     """What the survivor says. Times are of the clock that all processes share."""
 
@@ -80,13 +109,16 @@ class Seen(NamedTuple):
 
 
 class Round(NamedTuple):
-    """How one ended. ``hang``: while what was waited for; empty if it did not."""
+    """How one ended. ``hang``: while what was waited for; empty if it did not. ``seconds``: from
+    the gate to the end of its processes.
+    """
 
     number: int
     victim: int
     seen: Seen = Seen()
     killed: float = 0.0
     hang: str = ""
+    seconds: float = 0.0
 
     @property
     def ending(self) -> str:
@@ -201,6 +233,10 @@ def live(me: int, victim: int, options: Options, here: torch.device, pipe: Conne
     seeds = range(options.seed * BATCHES, (options.seed + 1) * BATCHES)
     load = [Batch(low, me, here, seed) for seed in seeds]
     alone = load if low else [Batch(low, me, here, seed, (victim,)) for seed in seeds]
+    if here.type == "cuda":
+        triton: Any = importlib.import_module("triton.runtime.cache")
+        triton.triton_key()  # else the first kernel waits for it: a hash of the whole compiler
+    assert pipe.recv() == GO
     with object_of(options, here, PATIENCE) as first:
         results = [batch.call(first) for batch in load]
         for batch, result in zip(load, results, strict=True):
@@ -273,43 +309,52 @@ def ended(number: int, victim: int, said: Seen | None, killed: float, where: str
     return Round(number, victim, said or Seen(), killed, "" if said else where)
 
 
-def run_round(number: int, options: Options, target: Callable[..., None] = play) -> Round:
-    """Two processes, of which one is killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "tokenyard", "cases", "triton"])
+def start_round(number: int, options: Options, target: Callable[..., None] = play) -> Started:
+    """Two processes that come to the gate."""
     random, store = Random(f"{options.seed}/{number}"), local_store()
-    victim = random.randrange(RANKS)
-    pipes, processes = [], []
+    started = Started(number, options, random, random.randrange(RANKS), store, [], [])
+    mine = options._replace(seed=options.seed + number)
+    for me in range(RANKS):
+        ours, theirs = Pipe()
+        given = me, started.victim, mine, store.port, theirs
+        process = forks().Process(target=target, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        started.pipes.append(ours)
+        started.processes.append(process)
+    return started
+
+
+def run_round(started: Started) -> Round:
+    """Opens the gate, kills one process, and ends both."""
+    begin = time.monotonic()
     try:
-        for me in range(RANKS):
-            ours, theirs = Pipe(duplex=False)
-            mine = options._replace(seed=options.seed + number)
-            process = context.Process(target=target, args=(me, victim, mine, store.port, theirs))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        for me, pipe in enumerate(pipes):
-            said = hear(pipe, processes[me], 2 * PATIENCE)
-            if said != LOADED:
-                return Round(
-                    number, victim, said or Seen(), hang="" if said else f"rank {me} starts"
-                )
-        time.sleep(random.uniform(0.0, LONGEST_LOAD))
-        killed, survivor = time.monotonic(), 1 - victim
-        processes[victim].kill()
-        processes[victim].join(10)
-        if processes[victim].exitcode != -signal.SIGKILL:  # it had ended, and may have said why
-            said = hear(pipes[victim], processes[victim], 0.0)
-            return ended(number, victim, said, 0.0, f"while rank {victim} is under load")
-        said = hear(pipes[survivor], processes[survivor], 2 * (LONGEST_LOAD + options.limit))
-        return Round(
-            number, victim, said or Seen(), killed, "" if said else f"after {options.limit} s"
-        )
+        found = play_round(started)
     finally:
-        for process in processes:
+        for process in started.processes:
             process.kill()
             process.join(10)
+    return found._replace(seconds=time.monotonic() - begin)
+
+
+def play_round(started: Started) -> Round:
+    number, options, random, victim, _, pipes, processes = started
+    for pipe in pipes:
+        with suppress(OSError):  # it has ended, and said why
+            pipe.send(GO)
+    for me, pipe in enumerate(pipes):
+        said = hear(pipe, processes[me], 2 * PATIENCE)
+        if said != LOADED:
+            return ended(number, victim, said, 0.0, f"rank {me} starts")
+    time.sleep(random.uniform(0.0, LONGEST_LOAD))
+    killed, survivor = time.monotonic(), 1 - victim
+    processes[victim].kill()
+    processes[victim].join(10)
+    if processes[victim].exitcode != -signal.SIGKILL:  # it had ended, and may have said why
+        said = hear(pipes[victim], processes[victim], 0.0)
+        return ended(number, victim, said, 0.0, f"while rank {victim} is under load")
+    said = hear(pipes[survivor], processes[survivor], 2 * (LONGEST_LOAD + options.limit))
+    return ended(number, victim, said, killed, f"after {options.limit} s")
 
 
 def summary(options: Options, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -318,7 +363,8 @@ def summary(options: Options, rounds: Sequence[Round]) -> dict[str, Any]:
     good = [each for each in rounds[1:] if each.ending == "good"]
     found = [each.seen.told - each.killed for each in good]
     first = [each.seen.good - each.seen.told for each in good]
-    times = {"found": found, "first_good_call": first}
+    whole = [each.seconds for each in rounds[1:]]
+    times = {"found": found, "first_good_call": first, "round": whole}
     return {
         "engine": options.engine,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
@@ -349,9 +395,14 @@ def main() -> None:
     options = Options(given.engine, device, given.timeout, given.limit, given.seed)
     print(f"{given.engine} on {device}, timeout {given.timeout} s\nround victim  calls", end="")
     print("  kill to told  to good call", flush=True)
-    rounds = []
-    for number in range(given.times + 1):
-        rounds.append(run_round(number, options))
+    preload(*PRELOADED)
+    total = given.times + 1
+    waiting = deque(start_round(number, options) for number in range(min(AHEAD, total)))
+    rounds = list[Round]()
+    for number in range(total):
+        if number + AHEAD < total:
+            waiting.append(start_round(number + AHEAD, options))
+        rounds.append(run_round(waiting.popleft()))
         print(f"{rounds[-1]}{'' if number else ' (rehearsal)'}", flush=True)
     found = summary(options, rounds)
     print(json.dumps(found))

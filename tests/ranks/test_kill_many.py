@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from kill_many import LOADED, Options, Round, Seen, run_round, summary
+from kill_many import LOADED, Options, Round, Seen, run_round, start_round, summary
 from run import command
 
 OPTIONS = Options("collective", "cpu", 600.0, 0.5, 7)
@@ -80,7 +80,8 @@ def test_what_is_not_good_is_counted(
 ) -> None:
     """Whoever says nothing is killed and counted, and the next round begins."""
     monkeypatch.setattr(Random, "uniform", lambda *_: 1.0)  # the victim has ended by then
-    found = run_round(1, OPTIONS, target)  # pyright: ignore[reportArgumentType]
+    started = start_round(1, OPTIONS, target)  # pyright: ignore[reportArgumentType]
+    found = run_round(started)
     assert found.ending == ending and text in str(found)
     good = Round(0, 0, Seen(told=1.0, good=3.0, calls=5))
     told = summary(OPTIONS, [good, found, good])
