@@ -97,7 +97,7 @@ class Scenario:
             num_sms=self.channels * self.workers,
             net_chunk=self.chunk + 1,
             turn=self.rows + 1,
-            apart=self.slots % 2 == 1,
+            cast_ahead=self.slots % 2 == 1,
         )
 
     @cached_property

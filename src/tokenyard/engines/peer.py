@@ -18,7 +18,7 @@ from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.rings import address
-from tokenyard.engines.signatures import Signature, signature_of
+from tokenyard.engines.signatures import Launch, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.engines.tuning import Tuning
 from tokenyard.engines.waits import DeviceWaits
@@ -73,6 +73,7 @@ class PeerEngine(Engine):
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
+        self._casts: dict[tuple[Any, ...], Launch] = {}
         self._counting = threading.Lock()
         self._calls = 0
         size, width = config.world_size, self._workspace.header_words

@@ -23,14 +23,16 @@ from tokenyard.engines.rings import (
     addresses,
     aligned,
     as_aligned,
+    row_layout_of,
     sums_for,
 )
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
+from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
-from tokenyard.kernels.dispatch import dispatch_rows
+from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
@@ -63,6 +65,7 @@ class RingEngine(PeerEngine):
                     "use exact=False"
                 )
             topk_idx, payload = topk_idx.contiguous(), aligned(payload)
+            payload, mode = self._cast_ahead(payload, mode, in_place=in_place)
             weights = None if weights is None else weights.contiguous()
             signature = self._signature(
                 DISPATCH, payload, spec, mode, weighted=weights is not None, in_place=in_place
@@ -92,7 +95,7 @@ class RingEngine(PeerEngine):
         in_place: bool = False,
     ) -> Payload:
         with span("tokenyard.redispatch"), self._memory.tensors():
-            payload = aligned(payload)
+            payload, mode = self._cast_ahead(aligned(payload), mode, in_place=in_place)
             signature = self._signature(
                 CACHED, payload, spec, mode, weighted=raw, in_place=in_place
             )
@@ -227,6 +230,26 @@ class RingEngine(PeerEngine):
             return torch.empty(num_rows, hidden, dtype=dtype, device=self._memory.device)
 
     # Rows
+
+    def _cast_ahead(
+        self, payload: Payload, mode: Quantize | None, *, in_place: bool
+    ) -> tuple[Payload, Quantize | None]:
+        """What to send, and how it is still to be cast: a row is cast once here, in sends once for
+        each destination. Where multiprocessors are few, that takes longer than this launch."""
+        if mode is None or in_place or not self._workspace.tuning.cast_ahead:
+            return payload, mode
+        x, to = payload.x, row_of(payload, mode)
+        data = x.new_empty(x.shape, dtype=to.dtype)
+        scales = x.new_empty((x.shape[0], to.num_scales), dtype=to.scale_dtype)
+        key = mode, x.dtype, x.shape[1]
+        launch = self._casts.get(key)
+        if launch is None:
+            row_layout = row_layout_of(payload, mode, 0)
+            launch = bind_cast(self._workspace, row_layout, mode, x.dtype)
+            self._casts[key] = launch
+        launch(x.data_ptr(), data.data_ptr(), scales.data_ptr(), x.shape[0])
+        self._memory.settle()  # ``x`` may be a copy that nobody keeps
+        return Payload(data, scales), None
 
     def _follow(
         self,

@@ -109,8 +109,8 @@ class Tuning:
     net_chunk: int = 16  # rows per put and per network credit, at most
     turn: int = 16  # tokens that a reducer sums in one turn
     net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
-    # programs of a dispatch inside one node that do not cast either send or receive
-    apart: bool = False
+    # rows that a dispatch through rings casts are cast before, once, not for each destination
+    cast_ahead: bool = False
 
     def workers(self, config: KernelConfig, tasks: int) -> int:
         """Programs of each channel of a kernel of ``config`` with so many ``tasks`` per channel."""
@@ -186,7 +186,7 @@ def peer_tuning(
         num_sms=num_sms,
         pushers=pushers,
         gatherers=max(1, num_sms - pushers),
-        apart=one_node,
+        cast_ahead=one_node,
     )
 
 

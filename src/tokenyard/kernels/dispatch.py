@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import block_of, first_in, order_of
@@ -21,6 +22,8 @@ from tokenyard.kernels.structs import (
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
+MOST_CAST = 4
+"""Rows that a program casts at once."""
 TOGETHER = tl.constexpr(16)
 """Rows whose metadata moves at once: it is short, so it costs its latency only."""
 
@@ -209,7 +212,39 @@ def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.cons
             )
 
 
+class CastConfig(NamedTuple):
+    """What is known of rows that are cast ahead when their kernel is compiled."""
+
+    programs: int
+    row: RowConstants
+    cast: Cast
+    rows: int  # in flight
+
+
+@triton.jit(repr=shown_as("nvlink::cast"))
+def cast_kernel(x, data, scales, num_rows, k: tl.constexpr):
+    """Cast the rows of ``x`` to ``data`` and ``scales``. No waits. ``k``: a :class:`CastConfig`."""
+    num_rows = num_rows.to(tl.int32)
+    for begin in range(tl.program_id(0) * k.rows, num_rows, k.programs * k.rows):
+        row = begin + tl.arange(0, k.rows)
+        target = Rows(words=data, index=row, stride=k.row.hidden)
+        below = Rows(words=scales, index=row, stride=k.row.scale_words * 4)
+        cast_rows(x, row, target, below, row < num_rows, k.row, k.cast)
+
+
 # The host's side
+
+
+def bind_cast(workspace: Any, row_layout: Any, mode: Any, dtype: Any) -> Callable[..., None]:
+    """Compile and load the kernel that casts rows ahead, on the multiprocessors of a call."""
+    config, programs = workspace.tuning.dispatch, workspace.tuning.num_sms
+    k = CastConfig(
+        programs=programs, row=row_constants(row_layout), cast=cast_of(row_layout, mode, dtype),
+        rows=rows_sent(config, row_layout, mode, config.block, MOST_CAST),
+    )  # fmt: skip
+    return workspace.memory.bind(
+        cast_kernel, programs, num_warps=config.num_warps, max_registers=config.max_registers, k=k
+    )
 
 
 def config_of(

@@ -102,6 +102,8 @@ from tokenyard.kernels.two_scheduler import (
 )
 from tokenyard.routing import power_of_two_at_least
 
+LEAST_CHUNK = tl.constexpr(16)
+"""Rows that a sender publishes at once, at least: small batches are not one chunk."""
 MOST_FORWARDED = 64
 """Rows times local ranks that a forwarder looks at at once: Triton 3.6 crashes on some tiles of
 128."""
@@ -134,7 +136,9 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
     base = tl.load(sent_to(peers.state, to, turn.channel, k))
     left = hi - lo - i
     if left > 0:
-        n = tl.minimum(left, k.ring.chunk)
+        # few chunks, as a release waits for all stores; but receivers begin with the first
+        chunk = tl.minimum(tl.maximum((hi - lo + 3) // 4, LEAST_CHUNK), k.ring.chunk)
+        n = tl.minimum(left, chunk)
         # the ring is drained before the first row
         want = base + tl.maximum(i + n - k.ring.slots, 0)
         mine = peer_base(peers.regions, peers.rank)
@@ -314,7 +318,7 @@ def bind_two_dispatch(
     config, forward = workspace.tuning.dispatch, workspace.tuning.forward
     tasks = num_tasks(workspace.memory.world_size, workspace.grid.num_nodes)
     workers = workspace.tuning.workers(config, tasks)
-    senders = senders_of(workers, workspace.grid) if workspace.tuning.apart and not mode else 0
+    senders = senders_of(workers, workspace.grid) if mode is None else 0
     grid = grid_of(workspace, workers, senders)
     network = network_ring_of(workspace, row_layout)
     placing = placing_of(num_topk, slots_per_row, **placed)
