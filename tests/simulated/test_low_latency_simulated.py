@@ -19,7 +19,7 @@ SEEDS = {1: 1, 2: 6, 3: 4, 4: 2, 8: 1, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
 GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
-ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1}
+ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1, **({(4, 4): 1} if SOAK > 1 else {})}
 """Likewise, where rows cross once per node."""
 KINDS = {
     "barrier",
@@ -69,7 +69,8 @@ def test_nodes_give_the_same_bits(grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("grid", ONCE, ids=lambda grid: "x".join(map(str, grid)))
 def test_once_per_node_gives_the_bits_of_the_tree(grid: tuple[int, int]) -> None:
-    """Rails hand rows on, and add up what their nodes made of them."""
+    """Rails hand rows on, and add up what their nodes made of them; rows of any size and dtype,
+    any number of picks, of experts and of tokens."""
     jobs = [(*grid, seed, True) for seed in range(ONCE[grid] * SOAK)]
     run_all("low_latency_ranks.check_between_nodes", jobs)
 
