@@ -337,12 +337,7 @@ def freeze(
             if mine.rank == waker and call == until:
                 mine.ranks.sim.thaw(victim)
         given_up.append(mine.rank != victim and not mine.engine.active_ranks()[victim])
-        meet(mine.ranks, "back")
-        with mine.own:
-            for rank in range(world_size):
-                if rank != mine.rank:
-                    mine.engine.mask(rank, active=True)
-        meet(mine.ranks, "go on")
+        all_back(mine)
         ten_good_calls(mine, scenario, seed)
 
     endings, _ = play(scenario, body, seed, max_steps=4 * MOST_STEPS)
@@ -400,6 +395,39 @@ def meet(ranks: SimulatedRank, name: str) -> None:
     )
 
 
+def all_back(mine: RankRun) -> None:
+    """All have made the same number of calls, and let each other in."""
+    meet(mine.ranks, "back")
+    with mine.own:
+        for rank in range(mine.ranks.world_size):
+            if rank != mine.rank:
+                mine.engine.mask(rank, active=True)
+    meet(mine.ranks, "go on")
+
+
+def masked_by_one(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> list[Ending | None]:
+    """One rank leaves another out by hand, which does not know it, nor does anybody else. Whoever
+    waits for what does not come gives that rank up; all results say what they lack. Then all are
+    back, and make ten good calls.
+    """
+    scenario = life(world_size, seed, per_node, once)
+    one, other = Random(seed).sample(range(world_size), 2)
+
+    def body(mine: RankRun) -> None:
+        live(mine, scenario, seed, range(1))
+        if mine.rank == one:
+            with mine.own:
+                mine.engine.mask(other)
+        live(mine, scenario, seed, range(1, CALLS), dead=mine.rank)
+        assert mine.rank != other or not mine.engine.active_ranks()[one]
+        all_back(mine)
+        ten_good_calls(mine, scenario, seed)
+
+    return play(scenario, body, seed, max_steps=4 * MOST_STEPS)[0]
+
+
 def left_out_and_back(
     world_size: int, seed: int, per_node: int = 0, once: bool = False
 ) -> list[Ending | None]:
@@ -442,12 +470,7 @@ def late_and_back(
         for _ in range(2):
             mine.dispatch(case)
         assert mine.rank == victim or not mine.engine.active_ranks()[victim]
-        meet(mine.ranks, "back")
-        with mine.own:
-            for rank in range(world_size):
-                if rank != mine.rank:
-                    mine.engine.mask(rank, active=True)
-        meet(mine.ranks, "go on")
+        all_back(mine)
         live(mine, scenario, seed, range(2, 4))
 
     return play(scenario, body, seed, max_steps=2 * MOST_STEPS)[0]

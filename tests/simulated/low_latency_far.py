@@ -176,8 +176,9 @@ ANY = (-1, 0, 1, 2, 3, 5, 2**31 - 1, -(2**31), 2**32 + 7, 2**40, -(2**63), 2**63
 
 
 class Lies(Network):
-    """Many a number that rank 0 puts is any: how many rows there are for an expert and in a message,
-    their ids, places and tokens, weights, sums. Calls are true: else it would be in another.
+    """Many a number that rank 0 puts is any: how many rows there are for an expert and in a
+    message, their ids, places and tokens, weights, sums. Calls are true: else it would be in
+    another.
     """
 
     offsets: Any = None

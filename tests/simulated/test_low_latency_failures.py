@@ -117,7 +117,9 @@ def test_no_number_of_a_peer_becomes_an_address_or_an_index() -> None:
     run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
 
 
-@pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
+@pytest.mark.parametrize(
+    "story", ["left_out_and_back", "late_and_back", "refusal", "masked_by_one"]
+)
 def test_ranks_come_back(story: str) -> None:
     stories = (
         [(2, 0), (3, 1), (2, 1, 1), (4, 1, 2, True)]
@@ -127,6 +129,8 @@ def test_ranks_come_back(story: str) -> None:
             *((4, seed, 2, True) for seed in range(4)),
         ]
     )
+    if story == "masked_by_one" and SOAK == 1:
+        stories = stories[-1:]
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
 
