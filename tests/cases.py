@@ -98,12 +98,11 @@ class Case:
         self, rank: int, rows: list[Tensor] | None = None, **options: object
     ) -> reference.ReferenceCombined:
         """What the oracle's combine gives ``rank`` for ``rows`` (default: those of the experts), by
-        the tree of the topology.
+        the tree of the topology, unless ``options`` have another.
         """
         rows = self.expert_rows if rows is None else rows
-        [mine] = reference.combine(
-            rows, self.expected, ranks_per_node=self.ranks_per_node, owners=[rank], **options
-        )
+        options = {"ranks_per_node": self.ranks_per_node, **options}
+        [mine] = reference.combine(rows, self.expected, owners=[rank], **options)
         return mine
 
     @property

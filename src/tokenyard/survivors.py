@@ -11,13 +11,13 @@ the next one:
   voter, as the list of those whose votes it has read. A voter writes it when all members have
   voted; or when only those are missing whom a voter takes for dead, and for :data:`GRACE` seconds
   longer (not if such a rank has reported another as failed: then it lives); or when it has waited
-  for its timeout.
+  for its timeout, and for :data:`LEAST` seconds.
 
 So: (1) There is one verdict per epoch, and everybody who reads one reads the same: no split brain,
 whatever the ranks think of each other. Whom the store cannot be reached by goes on nowhere. (2)
 Everybody in the verdict has voted, so it has left the epoch: it makes no call in it any more. (3) A
 rank that votes too late, or is not seen, finds a verdict without itself: :class:`RankExpelled`. (4)
-Nobody waits for longer than its timeout, plus the time of a question to the store. (5) If a member
+Nobody waits for longer than that, plus the time of a question to the store. (5) If a member
 of the verdict dies before the new connections are made, all others notice that in making them, or
 in the first call. They vote again in the new epoch's part, with fewer ranks at each turn.
 
@@ -47,6 +47,10 @@ from tokenyard.memory.store import clock_of
 
 GRACE = 0.5
 """Seconds that a rank which is taken for dead is given to show that it is not."""
+
+LEAST = 1.0
+"""Seconds to wait for votes at least: who waits for rows that another hands on gives up half a
+second later than that one, however short the timeout is."""
 
 
 class Vote(NamedTuple):
@@ -126,7 +130,7 @@ def _vote(
     store.compare_set(f"vote/{rank}", "", json.dumps(vote))
     votes: dict[int, Vote] = {}
     clock, sleep, _ = clock_of(store)
-    deadline, silent_since, pause = clock() + timeout, None, 0.0005
+    deadline, silent_since, pause = clock() + max(timeout, LEAST), None, 0.0005
     while not store.check(["verdict"]):
         pulse()
         for peer in members:

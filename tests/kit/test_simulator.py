@@ -34,6 +34,7 @@ from tokenyard.testing.simulator import (
     Simulator,
     simulate,
 )
+from tokenyard.testing.simulator.ranks import World
 
 
 def zeroed_state(sim: Simulator, seconds: float = TIMEOUT_SECONDS) -> tuple[np.ndarray, np.ndarray]:
@@ -319,6 +320,27 @@ def test_a_dead_rank_does_nothing_more(step: int) -> None:
     with pytest.raises(Deadlock, match="rank 1 is dead"):
         sim.run()
     assert not scratch[step + 1 :].any()
+
+
+@pytest.mark.parametrize("step", [0, 5, 40])
+def test_a_frozen_rank_goes_on_where_it_stopped(step: int) -> None:
+    """In the middle of a kernel."""
+    sim = Simulator(2, seed=3, timeouts=True)
+    sim.freeze(1, at_step=step)
+    mem, scratch, out = sim.allocate(64), np.zeros(200, np.int64), np.zeros(1, np.int64)
+    sim.launch(0, go_round, 1, mem.ctypes.data, out.ctypes.data)
+    sim.launch(1, work_then_signal, 1, mem.ctypes.data, scratch.ctypes.data, 200)
+    here = SimulatedRank(World(sim), 0)
+
+    def wait_then_thaw() -> int:
+        here.wait_until(lambda: False, 1.0, "waits for a second")
+        done = int(scratch.sum())
+        sim.thaw(1)
+        return done
+
+    done, _ = sim.run_hosts([wait_then_thaw, lambda: None])
+    assert done <= step + 1
+    assert (scratch == 1).all()
 
 
 def test_survivors_of_a_dead_rank_time_out() -> None:

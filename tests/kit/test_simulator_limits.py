@@ -234,6 +234,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (lambda sim: sim.register(np.zeros(1), 2), r"register\(\): rank \(2\) must be from 0 to 1"),
     (lambda sim: sim.kill(-1, at_step=1), r"kill\(\): rank \(-1\) must be from 0 to 1"),
+    (lambda sim: sim.freeze(2, at_step=1), r"freeze\(\): rank \(2\) must be from 0 to 1"),
     (lambda sim: sim.allocate(0), r"size \(0\) must be at least 1"),
     (lambda sim: sim.allocate(-8), r"size \(-8\) must be at least 1"),
     (lambda _: Simulator(resident=0), r"resident \(0\) must be at least 1, or None"),

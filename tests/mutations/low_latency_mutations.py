@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from edits import Edit, change, drop, drop_barrier, first_of, move, rewrite, shorten
+from edits import Edit, change, drop, drop_barrier, first_of, insert, move, rewrite, shorten
 from mutations import Mutation, mutated, mutation
 from nvlink_mutations import RELAXED, WHOLE_GPU
 
@@ -23,9 +23,9 @@ def _far(kind: str, *edits: Edit, **options: Any) -> Mutation:
     return _mutation(kind, *edits, part="far", **options)
 
 
-def _rail(kind: str, *edits: Edit) -> Mutation:
+def _rail(kind: str, *edits: Edit, **options: Any) -> Mutation:
     """Rows cross once per node."""
-    return _mutation(kind, *edits, part="rail")
+    return _mutation(kind, *edits, part="rail", **options)
 
 
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
@@ -152,6 +152,11 @@ SENT = {
 }
 
 _PACKED = "tl.atomic_add(at_, 0, ..., sem=sem_)"
+_ONE_STAGE = rewrite(
+    "packed_of(base_, parity_, ...)",
+    "packed_of(base, parity * 0, rank, row, row_bytes, sizes)",
+    "staged_of",
+)
 
 FAR = {
     "far: counted before it is packed": _far("barrier", drop_barrier("count_packed")),
@@ -185,16 +190,7 @@ FAR = {
         "last token",
         rewrite("rows_ * (8 * topk_)", "tl.maximum(rows_ - 1, 0) * (8 * topk_)", "put_weights"),
     ),
-    "far: staging with one half only": _far(
-        "reused too early",
-        rewrite(
-            "packed_of(base_, parity_, ...)",
-            "packed_of(base, parity * 0, rank, row, row_bytes, sizes)",
-            "staged_of",
-        ),
-        within=40,
-        hint=7,
-    ),
+    "far: staging with one half only": _far("reused too early", _ONE_STAGE, within=40, hint=7),
 }
 """Of puts; the verb's own are in ``twolevel_mutations.py``."""
 
@@ -211,6 +207,46 @@ RAIL = {
     ),
     "rail: sum handed back without order": _rail(
         "release", change("tl.atomic_max(..., sem=sem_)", "hand_back", sem_=RELAXED)
+    ),
+    "rail: flag before the row that is handed on": _rail(
+        "flag before data",
+        insert(
+            "tl.atomic_max(flag_of(bases, call.parity, s, t, sizes)[:, None]"
+            " + tl.arange(0, k.pieces)[None, :], (2 * call.number + goes)[:, None]"
+            " + tl.zeros((sizes.rank_bins, k.pieces), tl.int64),"
+            " mask=here[:, None], sem='release', scope='sys')",
+            "for _ in range(0, _, block_): ...",
+            "hand_on",
+        ),
+    ),
+    "rail: row handed on to another rank": _rail(
+        "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
+    ),
+    "rail: rows sent to another rail": _rail(
+        "wrong rank", rewrite("me_ % P_", "(me_ + 1) % P_", "via_of")
+    ),
+    "rail: flag before the sum that is handed back": _rail(
+        "flag before data", move(_FLAG, "sum_rows(...)", "hand_back", along=True)
+    ),
+    "rail: sum handed back without barrier": _rail(
+        "barrier", drop_barrier("hand_back", before=_FLAG)
+    ),
+    "rail: own sum written while it is read": _rail(
+        "barrier", drop_barrier("add_neighbours", nth=0)
+    ),
+    "rail: a node's sum without its last rank": _rail(
+        "last token",
+        rewrite("tl.static_range(all_)", "tl.static_range(all_ - 1)", "add_neighbours"),
+    ),
+    "rail: sums without the last node": _rail(
+        "last token",
+        rewrite("tl.static_range(all_ // in_)", "tl.static_range(all_ // in_ - 1)", "sum_of_nodes"),
+    ),
+    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=40),
+    "rail: slots with one half only": _rail(
+        "reused too early",
+        rewrite("(parity_ * all_ + rank_) * most_ + _", "rank_ * most_ + token", "slot_of"),
+        within=40,
     ),
     "rail: neighbours not waited for": _rail(
         "wrong epoch",

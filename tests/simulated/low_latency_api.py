@@ -17,12 +17,13 @@ from cases import Case, check_combined, check_received, dispatch, on_grid, rows_
 from low_latency_bodies import ENGINE, MAJOR, static
 from low_latency_failures import meet
 from tokenyard import reference
+from tokenyard.engines import low_latency_workspace
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
 NUM_SMS = 2
-"""Few programs: each is a coroutine."""
+"""Few programs: each is a coroutine. A launch has two on each, and one for each rank."""
 
 
 def _on_ranks(body: Callable[[Ranks, Case, int], None], case: Case, seed: int) -> None:
@@ -30,7 +31,7 @@ def _on_ranks(body: Callable[[Ranks, Case, int], None], case: Case, seed: int) -
         body(
             Ranks(here.rank, case.world_size, here.device, ENGINE, SimulatedGroup(here)),
             case,
-            NUM_SMS,
+            max(NUM_SMS, case.world_size // 2),
         )
 
     simulate(case.world_size, rank, seed=seed)
@@ -43,18 +44,44 @@ def between_nodes(grid: tuple[int, int], name: str, *arguments: Any) -> None:
         globals()[name](*arguments)
 
 
+def once_per_node(grid: tuple[int, int], network: bool, name: str, *arguments: Any) -> None:
+    """``name`` where rows cross once per node, through the simulated ``network`` or through
+    pointers. Sums are by the tree of the topology."""
+    memory, per_node = SimulatedGroup.open_memory, grid[1] if network else 0
+
+    def open_memory(group: SimulatedGroup, *given: Any, **more: Any) -> Any:
+        opened = memory(group, *given, **more)
+        opened.ranks_per_node = per_node
+        return opened
+
+    with (
+        on_grid(*grid),
+        mock.patch.object(SimulatedGroup, "open_memory", open_memory),
+        mock.patch.object(low_latency_workspace, "crosses_once", return_value=True) as asked,
+        mock.patch.dict(os.environ, {PUTS_VARIABLE: "" if network else "1"}),
+    ):
+        globals()[name](*arguments)
+    assert asked.called
+
+
 def shared_body(world_size: int, seed: int, options: dict[str, Any]) -> None:
     _on_ranks(bodies.shared_body, static(world_size, seed=seed, **options), seed)
 
 
-def hooks(seed: int) -> None:
-    _on_ranks(bodies.hooks, static(2, seed=seed), seed)
+def microscaled(world_size: int, options: dict[str, Any]) -> None:
+    """Rows that the caller has cast, of blocks of 32."""
+    case = static(world_size, **options)
+    case.__dict__["x"] = [reference.quantize(x, ty.Quantize.MXFP8) for x in case.x]
+    _on_ranks(bodies.shared_body, case, world_size)
 
 
-def capacity(seed: int) -> None:
-    _on_ranks(
-        bodies.capacity, static(2, seed=seed, layout=MAJOR, expert_alignment=4, num_tokens=8), seed
-    )
+def hooks(seed: int, world_size: int = 2) -> None:
+    _on_ranks(bodies.hooks, static(world_size, seed=seed), seed)
+
+
+def capacity(seed: int, world_size: int = 2) -> None:
+    case = static(world_size, seed=seed, layout=MAJOR, expert_alignment=4, num_tokens=8)
+    _on_ranks(bodies.capacity, case, seed)
 
 
 def by_column(world_size: int, options: dict[str, Any]) -> None:

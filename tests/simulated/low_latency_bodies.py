@@ -38,7 +38,7 @@ def shared_body(ranks: Ranks, case: Case, num_sms: int | None) -> None:
 
 def hooks(ranks: Ranks, case: Case, num_sms: int | None) -> None:
     """A call in two: nothing else may begin before its hook."""
-    want = reference.combine(case.expert_rows, case.expected, weighted=True)[ranks.rank].x
+    want = case.combined(ranks.rank, weighted=True).x
     with case.make(ranks, num_sms=num_sms) as ep:
         ep.warmup()
         for _ in range(2):
@@ -74,10 +74,11 @@ def capacity(ranks: Ranks, case: Case, num_sms: int | None) -> None:
         assert int(recv.overflow) == mine.overflow > 0
         for name in ("x", "source", "expert_offsets", "tokens_per_expert"):
             assert torch.equal(getattr(recv, name).cpu(), getattr(mine, name)), name
-        got = ep.combine(rows[ranks.rank].to(ranks.device), recv.handle)
-        check_combined(got, case, ranks.rank, reference.combine(rows, want)[ranks.rank].x)
+        got, tree = ep.combine(rows[ranks.rank].to(ranks.device), recv.handle), case.ranks_per_node
+        sums = reference.combine(rows, want, ranks_per_node=tree)
+        check_combined(got, case, ranks.rank, sums[ranks.rank].x)
         for way in ways_of(case):
-            sums = reference.combine(rows, want, **way)
+            sums = reference.combine(rows, want, ranks_per_node=tree, **way)
             assert any(each.lost_weights.any() for each in sums)
             check_lost(ranks, ep, recv, rows[ranks.rank], case, way, sums[ranks.rank])
 
@@ -172,35 +173,30 @@ def left_out(ranks: Ranks, case: Case, num_sms: int | None) -> None:
     """Sums lack nothing; then what a rank would have added that is left out by hand, before a
     combine, and before a dispatch.
     """
-    rank, size = ranks.rank, ranks.world_size
+    rank, size, tree = ranks.rank, ranks.world_size, case.ranks_per_node
     gone = [{size - 1} if owner < size - 1 else set(range(size - 1)) for owner in range(size)]
+    last = set(range(size - (tree or 1), size))  # the node without a rail for those on it
+    railed = {peer for peer in set(range(size)) - last if tree and (peer + 1) % tree == 0}
+    silent = [last if owner in railed else gone[owner] for owner in range(size)]
     rows = [each.x for each in case.expected]  # experts that change nothing
     with case.make(ranks, num_sms=num_sms) as ep:
         recv = dispatch(ranks, ep, case)
-        for absent in ([()] * size, gone):
-            for peer in absent[rank]:
-                ep.mask(peer)
+
+        def back(recv: ty.Received, absent: list[set[int]], in_two: int) -> None:
             for at, way in enumerate(ways_of(case)):
-                want = reference.combine(rows, case.expected, absent=absent, **way)
-                assert any(each.lost_weights.any() for each in want) == (absent is gone)
-                check_lost(ranks, ep, recv, recv.x, case, way, want[rank], in_two=at == 1)
+                given = {"absent": absent, "ranks_per_node": tree, **way}
+                want = reference.combine(rows, case.expected, **given)
+                assert any(each.lost_weights.any() for each in want) == (absent is silent)
+                check_lost(ranks, ep, recv, recv.x, case, way, want[rank], in_two=at == in_two)
+
+        back(recv, [set()] * size, 1)
+        for peer in gone[rank]:
+            ep.mask(peer)
+        back(recv, silent, 1)
         recv = dispatch(ranks, ep, case)
-        assert all(
-            source >> 32 not in gone[rank]
-            for source in recv.source.flatten().tolist()
-            if source >= 0
-        )
-        for at, way in enumerate(ways_of(case)):
-            check_lost(
-                ranks,
-                ep,
-                recv,
-                recv.x,
-                case,
-                way,
-                reference.combine(rows, case.expected, absent=gone, **way)[rank],
-                in_two=at == 2,
-            )
+        came = {source >> 32 for source in recv.source.flatten().tolist() if source >= 0}
+        assert not came & (gone[rank] | (railed if rank in last else set()))
+        back(recv, silent, 2)
 
 
 def refusals(ranks: Ranks, case: Case, num_sms: int | None) -> None:

@@ -99,18 +99,17 @@ class Scenario:
         )
 
 
-def draw(world_size: int, seed: int) -> Scenario:
-    """The scenario of a seed."""
+def draw(world_size: int, seed: int, wide: bool = False) -> Scenario:
+    """The scenario of a seed. ``wide``: of sizes that differ more."""
     random = Random(seed)
     few = world_size > 4
+    experts = (world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)
     scenario = Scenario(
         world_size=world_size,
-        num_experts=random.choice(
-            (world_size, world_size + 1, 2 * world_size, 2 * world_size + 1, 1 if few else 3)
-        ),
-        num_topk=random.choice((1, 2, 3, 4)),
+        num_experts=random.choice((*experts, world_size - 1, 30) if wide else experts),
+        num_topk=random.choice((1, 2, 6, 12) if wide else (1, 2, 3, 4)),
         max_tokens=random.choice((1, 2, 3) if few else (2, 3, 5)),
-        hidden=random.choice((8, 16, 24, 40, 132, 17)),
+        hidden=random.choice((1, 7, 33, 130, 300) if wide else (8, 16, 24, 40, 132, 17)),
         programs=world_size + random.choice((0, 1, 3)),
         words=random.choice((8, 64)),
         pieces=random.choice((1, 2)),
@@ -128,7 +127,7 @@ def between_nodes(nodes: int, per_node: int, seed: int, once: bool = False) -> S
     """The scenario of a seed where ranks of other nodes are far. Every third puts through
     pointers. ``once``: rows cross once per node."""
     return replace(
-        draw(nodes * per_node, seed), per_node=per_node, network=seed % 3 != 2, once=once
+        draw(nodes * per_node, seed, once), per_node=per_node, network=seed % 3 != 2, once=once
     )
 
 

@@ -4,10 +4,11 @@ through ``nvlink_pool.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 from random import Random
 from typing import Any
 
@@ -163,25 +164,28 @@ def check_sums(
     after: Sequence[bool],
     tree: int | None = None,
 ) -> None:
-    """Each token's sum is that with or without the ranks that fell silent, and ``lost``
+    """Each token's sum is that with or without each of the ranks that fell silent, and ``lost``
     says which.
     """
     sure, maybe = (
-        tuple(r for r, here in enumerate(coming(rank, active, tree, back=True)) if here)
+        {r for r, here in enumerate(coming(rank, active, tree, back=True)) if here}
         for active in (after, before)
     )
-    least, most = (sums_of(case, way, present, tree)[rank] for present in (sure, maybe))
-    assert sum(before) - sum(after) <= 1
+    unsure = sorted(maybe - sure)
+    wanted = [
+        sums_of(case, way, tuple(sorted(sure.union(some))), tree)[rank]
+        for count in range(len(unsure) + 1)
+        for some in combinations(unsure, count)
+    ]
     for token in range(got.shape[0]):
         bits, told = got[token].view(torch.int16), None if lost is None else lost[token]
-        fits = [
+        assert any(
             torch.equal(bits, each.x[token].view(torch.int16))
             and (told is None or told == each.lost_weights[token])
-            for each in (least, most)
-        ]
-        wanted = [(each.x[token], each.lost_weights[token]) for each in (least, most)]
-        assert any(fits), (
-            f"rank {rank}: token {token} is {got[token]} and lacks {told}, not one of {wanted}"
+            for each in wanted
+        ), (
+            f"rank {rank}: token {token} is {got[token]} and lacks {told}, not one of "
+            f"{[(each.x[token], each.lost_weights[token]) for each in wanted]}"
         )
 
 
@@ -206,20 +210,34 @@ def seen_by(mine: RankRun, dead: int | None) -> list[bool]:
     """Who is surely there, as far as ``mine`` knows. If rows cross once per node, a rail may know
     that a rank is ``dead`` before others do."""
     active = mine.engine.active_ranks()
+    if dead == mine.rank:
+        return [rank == dead for rank in range(len(active))]
     if mine.tree and dead is not None:
         active[dead] = False
     return active
+
+
+def ten_good_calls(
+    mine: RankRun, scenario: Scenario, seed: int, gone: tuple[int, ...] = ()
+) -> None:
+    """Five dispatches and a combine behind each: of all ranks but those that are ``gone`` there is
+    everything, and nobody is given up."""
+    there = [rank not in gone for rank in range(scenario.world_size)]
+    for call in range(CALLS, CALLS + 5):
+        assert mine.engine.active_ranks() == there
+        live(mine, scenario, seed, (call,))
+    assert mine.engine.active_ranks() == there
 
 
 def live(
     mine: RankRun,
     scenario: Scenario,
     seed: int,
-    calls: range = range(CALLS),
+    calls: Iterable[int] = range(CALLS),
     dead: int | None = None,
 ) -> None:
     """All calls, each checked against what this rank knows of who is there. ``dead``: a rank that
-    may be."""
+    may be; this one: the others may have given it up."""
     for call in calls:
         case, way, in_two = (
             case_of(scenario, seed, call),
@@ -271,23 +289,59 @@ and then, too late.
 def death(
     world_size: int, seed: int, per_node: int = 0, once: bool = False
 ) -> tuple[int, int, list[Ending | None]]:
-    """A rank dies at some step of its life. Which, when (of 1000), and how all ended."""
+    """A rank dies at some step of its life, and the others make ten good calls. Which, when (of
+    1000), and how all ended."""
     random = Random(seed)
     victim, scenario, steps = (
         random.randrange(world_size),
         life(world_size, seed, per_node, once),
         STEPS[world_size],
     )
-    step = random.randrange(steps)
+    step, marked = random.randrange(steps), dict[int, list[bool]]()
 
     def body(mine: RankRun) -> None:
         live(mine, scenario, seed, dead=victim)
         assert mine.engine.silent_rank() == (None if mine.engine.active_ranks()[victim] else victim)
+        marked[mine.rank] = mine.engine.active_ranks()
+        if mine.rank != victim:  # which is gone now, or dead
+            with mine.own:
+                mine.engine.mask(victim)
+            ten_good_calls(mine, scenario, seed, (victim,))
 
     # a chain of waits for a rank that is gone is longer by the rail: seed 1 of 2x2 takes 400,000
     most = MOST_STEPS * (2 if once else 1)
     endings, _ = play(scenario, body, seed, kill={victim: step}, max_steps=most)
+    endings = [ending and (ending[0], marked.get(rank, [])) for rank, ending in enumerate(endings)]
     return victim, 1000 * step // steps, endings
+
+
+def freeze(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> tuple[bool, list[Ending | None]]:
+    """A rank stops at some step of its life, in a kernel or between two, and goes on when another
+    has made some more calls. It writes on, makes its own calls, and is back: then all make ten good
+    calls. Whether the others had given it up, and how all ended.
+    """
+    random = Random(seed)
+    victim, scenario = random.randrange(world_size), life(world_size, seed, per_node, once)
+    until = random.randrange(CALLS)
+    step = random.randrange(STEPS[world_size] * (until + 1) // CALLS)
+    waker = random.choice([rank for rank in range(world_size) if rank != victim])
+    given_up: list[bool] = []
+
+    def body(mine: RankRun) -> None:
+        if mine.rank == victim:
+            mine.ranks.sim.freeze(victim, mine.ranks.sim.steps + step)
+        for call in range(CALLS):
+            live(mine, scenario, seed, (call,), dead=victim)
+            if mine.rank == waker and call == until:
+                mine.ranks.sim.thaw(victim)
+        given_up.append(mine.rank != victim and not mine.engine.active_ranks()[victim])
+        all_back(mine)
+        ten_good_calls(mine, scenario, seed)
+
+    endings, _ = play(scenario, body, seed, max_steps=4 * MOST_STEPS)
+    return any(given_up), endings
 
 
 def deaths_in_a_combine(
@@ -341,6 +395,39 @@ def meet(ranks: SimulatedRank, name: str) -> None:
     )
 
 
+def all_back(mine: RankRun) -> None:
+    """All have made the same number of calls, and let each other in."""
+    meet(mine.ranks, "back")
+    with mine.own:
+        for rank in range(mine.ranks.world_size):
+            if rank != mine.rank:
+                mine.engine.mask(rank, active=True)
+    meet(mine.ranks, "go on")
+
+
+def masked_by_one(
+    world_size: int, seed: int, per_node: int = 0, once: bool = False
+) -> list[Ending | None]:
+    """One rank leaves another out by hand, which does not know it, nor does anybody else. Whoever
+    waits for what does not come gives that rank up; all results say what they lack. Then all are
+    back, and make ten good calls.
+    """
+    scenario = life(world_size, seed, per_node, once)
+    one, other = Random(seed).sample(range(world_size), 2)
+
+    def body(mine: RankRun) -> None:
+        live(mine, scenario, seed, range(1))
+        if mine.rank == one:
+            with mine.own:
+                mine.engine.mask(other)
+        live(mine, scenario, seed, range(1, CALLS), dead=mine.rank)
+        assert mine.rank != other or not mine.engine.active_ranks()[one]
+        all_back(mine)
+        ten_good_calls(mine, scenario, seed)
+
+    return play(scenario, body, seed, max_steps=4 * MOST_STEPS)[0]
+
+
 def left_out_and_back(
     world_size: int, seed: int, per_node: int = 0, once: bool = False
 ) -> list[Ending | None]:
@@ -383,12 +470,7 @@ def late_and_back(
         for _ in range(2):
             mine.dispatch(case)
         assert mine.rank == victim or not mine.engine.active_ranks()[victim]
-        meet(mine.ranks, "back")
-        with mine.own:
-            for rank in range(world_size):
-                if rank != mine.rank:
-                    mine.engine.mask(rank, active=True)
-        meet(mine.ranks, "go on")
+        all_back(mine)
         live(mine, scenario, seed, range(2, 4))
 
     return play(scenario, body, seed, max_steps=2 * MOST_STEPS)[0]

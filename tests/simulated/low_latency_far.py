@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from tokenyard.testing import assert_same_bits, poisoned
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, scheduler, simulate
 from tokenyard.testing.simulator.machine import Machine
 from tokenyard.testing.simulator.network import Message, Network
+from tokenyard.testing.simulator.pages import raw
 
 _T = TypeVar("_T")
 
@@ -169,7 +171,72 @@ class KeepsBack(Network):
             super()._signal(each)
 
 
-def kept_back(seed: int, fenced: bool) -> tuple[int, str]:
+ANY = (-1, 0, 1, 2, 3, 5, 2**31 - 1, -(2**31), 2**32 + 7, 2**40, -(2**63), 2**63 - 1)
+"""What a rank may say that lies."""
+
+
+class Lies(Network):
+    """Many a number that rank 0 puts is any: how many rows there are for an expert and in a
+    message, their ids, places and tokens, weights, sums. Calls are true: else it would be in
+    another.
+    """
+
+    offsets: Any = None
+
+    def put_signal(
+        self, target: int, source: int, num_bytes: int, signal: int, value: int, operation: int,
+        to: int,
+    ) -> None:  # fmt: skip
+        if self._machine.caller.rank == 0:
+            random, first = self._machine.rng, self.regions[0][0][0]
+            starts = [getattr(self.offsets, name) for name in ("counts", "flags", "weights")]
+            ends = [8 * each for each in (*starts, self.offsets.heartbeats)]
+            part = sum(target - first >= each for each in (*ends, self.offsets.slots))
+            true = {1: -1 << 24, 3: -1 << 32, 5: 0}.get(part, -1)  # bits of counts, weights, slots
+            words = raw(source, num_bytes // 8, np.int64)
+            for at, word in enumerate(words.tolist() if target - first < self._rest else ()):
+                if random.random() < 0.3:
+                    words[at] = (word & true) | (random.choice(ANY) & ~true)
+            if signal - first >= 8 * self.offsets.arrivals and random.random() < 0.3:
+                value = (value & -1 << 24) | (random.choice(ANY) & (1 << 24) - 1)
+        super().put_signal(target, source, num_bytes, signal, value, operation, to)
+
+    @property
+    def _rest(self) -> int:
+        """Where the slots end, bytes."""
+        return 8 * self.offsets.arrivals
+
+
+def lies(nodes: int, per_node: int, seed: int) -> int:
+    """Rank 0 tells other nodes any numbers: nobody touches what is not its own, and no row has a
+    source that cannot be. How many rows of rank 0 they take.
+    """
+    size, came = nodes * per_node, list[int]()
+    scenario = replace(life(size, seed, per_node, per_node > 1), network=True)
+
+    def body(mine: RankRun) -> None:
+        Lies.offsets = mine.engine._workspace.sizes.region
+        for call in range(3):
+            case, way = case_of(scenario, seed, call), WAYS[(seed + call) % 3]
+            recv = mine.dispatch(case, call == 1)
+            # counts that lie promise rows of which nothing is written
+            unwritten = torch.iinfo(torch.int64).max
+            source = recv.source[(recv.source != -1) & (recv.source != unwritten)]
+            tokens, ranks = source & 0xFFFFFFFF, source >> 32
+            assert ((tokens < scenario.max_tokens) & (ranks >= 0) & (ranks < size)).all(), source
+            came.append(int((ranks == 0).sum()) if mine.rank >= per_node else 0)
+            rows = torch.zeros(recv.x.shape, dtype=case.expert_rows[0].dtype).flatten(0, -2)
+            given = {"weights": 2 * case.picks[mine.rank][1]} if way == WAYS[2] else {}
+            mine.call(
+                call == 2, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given
+            )
+
+    with mock.patch.object(scheduler, "Network", Lies):
+        play(scenario, body, seed, timeouts=False)
+    return sum(came)
+
+
+def kept_back(seed: int, fenced: bool, part: str) -> tuple[int, str]:
     """How many signals such a network turned back in a rehearsal, and what went wrong."""
     made: list[KeepsBack] = []
 
@@ -180,7 +247,7 @@ def kept_back(seed: int, fenced: bool) -> tuple[int, str]:
     wrong = ""
     with planted("" if fenced else NO_FENCE.kind), mock.patch.object(scheduler, "Network", network):
         try:
-            run(rehearsal(seed, "far"), seed, max_steps=50_000)
+            run(rehearsal(seed, part), seed, max_steps=50_000)
         except SimulationError as error:
             wrong = str(error)
     return sum(each.turned for each in made), wrong

@@ -55,6 +55,7 @@ def ranks_of(here: SimulatedRank, engine: str = "nvlink") -> Ranks:
 
 def rounds(ep: ty.ExpertParallel, gone: tuple[int, ...], first: int, count: int) -> None:
     """Calls of every sort, checked."""
+    tree = ep.world_size // 2 if ep.engine == "twolevel" else None
     for number in range(first, first + count):
         layout = (FLAT, MAJOR, PADDED)[number % 3]
         case = Left(
@@ -69,7 +70,8 @@ def rounds(ep: ty.ExpertParallel, gone: tuple[int, ...], first: int, count: int)
         rows = rows_to_combine(recv, case, ep.rank)
         y = ep.combine(rows, recv.handle, in_place=in_place)
         ep.check()
-        check_combined(y, case, ep.rank, case.combined(ep.rank).x)
+        want = case.combined(ep.rank, ranks_per_node=tree)
+        check_combined(y, case, ep.rank, want.x)
         again = ep.dispatch(case.x[ep.rank], handle=recv.handle)
         ep.check()
         assert torch.equal(again.source, recv.source)

@@ -130,6 +130,30 @@ def test_between_nodes() -> None:
     )
 
 
+def test_once_per_node() -> None:
+    """The same where rows cross once per node, through the simulated network and through
+    pointers: masks silence a rail, sums of a node have some picks only, the caller casts."""
+    square, oblong, fp8 = (2, 2), (2, 4), ty.Quantize.FP8
+    jobs: list[Any] = [
+        (square, True, "left_out", 4, {"layout": LAYOUTS[0], "num_topk": 6, "seed": 1}),
+        (square, False, "capacity", 1, 4),
+        (square, True, "microscaled", 4, {"hidden": 33, "layout": LAYOUTS[0]}),
+        (square, True, "hooks", 0, 4),
+        (square, False, "hooks", 1, 4),
+        (square, True, "capacity", 2, 4),
+        (square, True, "by_column", 4, {"hidden": 300, "quantize": fp8}),
+        (square, False, "left_out", 4, {"num_topk": 3, "seed": 2, "routing": "duplicates"}),
+        (square, False, "microscaled", 4, {"hidden": 300}),
+        (oblong, True, "left_out", 8, {"num_topk": 3, "num_experts": 17, "seed": 2}),
+        *(
+            (oblong, at % 2 == 0, "shared_body", 8, at, {"layout": LAYOUTS[at % 2], **sizes})
+            for at, sizes in enumerate(SIZES)
+        ),
+        ((4, 4), True, "shared_body", 16, 6, {"num_topk": 12, "num_experts": 50}),
+    ]
+    run_all("low_latency_api.once_per_node", jobs if SOAK > 1 else jobs[:3])
+
+
 def test_how_rows_cross_is_chosen_and_said() -> None:
     """By the option; else by the bytes that it saves."""
     per_rank = "2x2 nodes and ranks: rows cross once per rank"

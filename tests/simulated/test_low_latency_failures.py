@@ -13,16 +13,19 @@ from nvlink_pool import SOAK, run_all, without_devices
 
 pytestmark = without_devices
 
-DEATHS = {2: 5, 3: 3, 4: 1}
+DEATHS = {2: 3, 3: 2, 4: 1}
 """Seeds by world size."""
-FAR_DEATHS = {(2, 1, False): 2, (2, 2, False): 1, (2, 2, True): 1}
+FAR_DEATHS = {(2, 1, False): 1, (2, 2, False): 1, (2, 2, True): 1}
 """Likewise, by nodes, ranks of each, and whether rows cross once per node."""
+FREEZES = [(2,), (4, 2, True)]
+"""World size, ranks of a node, and whether rows cross once per node; ``make soak`` has more."""
+MORE = [(2, 1), (3,), (4, 2), (4,)]
 
 
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
 def test_the_others_go_on_without_a_rank_that_dies(world_size: int) -> None:
     """Each of their results is checked as it comes: rows and sums of the living are all there, of
-    the dead some or none.
+    the dead some or none. Then they make ten good calls.
     """
     seeds = range(DEATHS[world_size] * SOAK)
     marked: list[bool] = []
@@ -62,6 +65,18 @@ def test_the_others_go_on_between_nodes(grid: tuple[int, int, bool]) -> None:
     assert any(marked)
 
 
+def test_a_rank_that_freezes_is_back() -> None:
+    """At any step: the others give it up, it writes on into calls that they have made without it,
+    and all make ten good calls.
+    """
+    kinds = FREEZES if SOAK == 1 else FREEZES + MORE
+    jobs = [(kind[0], seed, *kind[1:]) for kind in kinds for seed in range(SOAK)]
+    frozen = run_all("low_latency_failures.freeze", jobs)
+    for (world_size, *_), (_, endings) in zip(jobs, frozen, strict=True):
+        assert endings == [("", [True] * world_size)] * world_size
+    assert sum(given_up for given_up, _ in frozen) > 0.5 * len(frozen)
+
+
 def test_what_a_sum_lacks_is_told_token_by_token() -> None:
     """A rank dies in the middle of a combine: each sum has its part or not, and the lost weight
     fits the very sum.
@@ -93,7 +108,18 @@ def test_no_sum_is_of_rows_that_came_too_late() -> None:
     assert torn[0]
 
 
-@pytest.mark.parametrize("story", ["left_out_and_back", "late_and_back", "refusal"])
+def test_no_number_of_a_peer_becomes_an_address_or_an_index() -> None:
+    """Far ranks say how many rows there are, and whose; programs touch their own memory only, and
+    rows are of tokens that can be.
+    """
+    jobs = [(2, 1), (2, 2)]
+    seeds = range(2, 2 + 4 * SOAK) if SOAK > 1 else (3,)
+    run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
+
+
+@pytest.mark.parametrize(
+    "story", ["left_out_and_back", "late_and_back", "refusal", "masked_by_one"]
+)
 def test_ranks_come_back(story: str) -> None:
     stories = (
         [(2, 0), (3, 1), (2, 1, 1), (4, 1, 2, True)]
@@ -103,6 +129,8 @@ def test_ranks_come_back(story: str) -> None:
             *((4, seed, 2, True) for seed in range(4)),
         ]
     )
+    if story == "masked_by_one" and SOAK == 1:
+        stories = stories[-1:]
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
 

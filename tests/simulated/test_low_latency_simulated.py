@@ -19,7 +19,7 @@ SEEDS = {1: 1, 2: 6, 3: 4, 4: 2, 8: 1, 16: 1}
 """Seeds by world size; ``make soak`` runs more."""
 GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
-ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1}
+ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1, **({(4, 4): 1} if SOAK > 1 else {})}
 """Likewise, where rows cross once per node."""
 KINDS = {
     "barrier",
@@ -29,6 +29,7 @@ KINDS = {
     "reused too early",
     "wrong epoch",
     "last token",
+    "wrong rank",
 }
 OF_PARTS = {(m.part, changed(m)[0]): name for name, m in reversed(MUTATIONS.items())}
 OF_KINDS = {
@@ -69,7 +70,8 @@ def test_nodes_give_the_same_bits(grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("grid", ONCE, ids=lambda grid: "x".join(map(str, grid)))
 def test_once_per_node_gives_the_bits_of_the_tree(grid: tuple[int, int]) -> None:
-    """Rails hand rows on, and add up what their nodes made of them."""
+    """Rails hand rows on, and add up what their nodes made of them; rows of any size and dtype,
+    any number of picks, of experts and of tokens."""
     jobs = [(*grid, seed, True) for seed in range(ONCE[grid] * SOAK)]
     run_all("low_latency_ranks.check_between_nodes", jobs)
 
@@ -86,8 +88,14 @@ def test_fences_keep_late_messages_behind() -> None:
     """Messages that nobody waits for are late by two calls: fences keep them from turning later
     signals back, and without them it would show.
     """
-    jobs = [(seed, fenced) for seed in range(2 * SOAK) for fenced in (True, False)]
-    for (_, fenced), (turned, wrong) in zip(
+    parts = ("far",) if SOAK == 1 else ("far", "rail")
+    jobs = [
+        (seed, fenced, part)
+        for seed in range(2 * SOAK)
+        for fenced in (True, False)
+        for part in parts
+    ]
+    for (_, fenced, _), (turned, wrong) in zip(
         jobs, run_all("low_latency_far.kept_back", jobs), strict=True
     ):
         assert (turned == 0, not wrong) == (fenced, fenced), wrong

@@ -149,6 +149,8 @@ def _place_row(result, slot, s, t, num_rows, call, k: tl.constexpr):
     starts_at = start_of(call.state, tl.where(here, ids - first, 0), s, sizes)
     start = tl.load(starts_at, mask=here, other=0)
     here = here & (rank >= 0) & (rank < sizes.tokens) & (start + rank < num_rows)
+    if sizes.far:  # which may say any token
+        here = here & (t >= 0) & (t < sizes.tokens)
     place = tl.where(here, start + rank, -2)
     source = (s.to(tl.int64) << 32) + t + (pick * 0).to(tl.int64)
     tl.store(words(result.source) + place, source, mask=here)

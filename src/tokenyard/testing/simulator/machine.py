@@ -100,7 +100,9 @@ class Machine:
         self.ready: list[Program] = []
         self.running: Program | None = None
         self.dead: set[int] = set()
+        self.frozen: dict[int, list[Program]] = {}  # by rank: its programs that could go on
         self.kills = sorted((step, rank) for rank, step in (kill or {}).items())
+        self.freezes: list[tuple[int, int]] = []  # likewise
         self.counters: list[Callable[[], int]] = []  # of what else happens, see :attr:`version`
         self._events = 0
         self.kept: list[Any] = []  # buffers that programs may touch
@@ -125,14 +127,14 @@ class Machine:
 
     @property
     def kill_is_due(self) -> bool:
-        """Whether a rank must die before anything else."""
-        return bool(self.kills) and self.steps >= self.kills[0][0]
+        """Whether a rank must die, or freeze, before anything else."""
+        return any(each and self.steps >= each[0][0] for each in (self.kills, self.freezes))
 
     def wake(self, p: Program) -> None:
         """End a program's sleep."""
         p.asleep = False
         self.alarms.forget(p)
-        self.ready.append(p)
+        self.frozen.get(p.rank, self.ready).append(p)
 
     def wake_all(self) -> None:
         """End all sleeps."""

@@ -148,6 +148,21 @@ class Simulator(Machine):
         self.check_rank(rank, "kill()")
         self.kills = sorted([*self.kills, (at_step, rank)])
 
+    def freeze(self, rank: int, at_step: int) -> None:
+        """Let a rank's programs and host code stop at that step, until :meth:`thaw`.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        self.check_rank(rank, "freeze()")
+        self.freezes = sorted([*self.freezes, (at_step, rank)])
+
+    def thaw(self, rank: int) -> None:
+        """Let a frozen rank go on; one that would have frozen later does not."""
+        self.freezes = [each for each in self.freezes if each[1] != rank]
+        self.ready += self.frozen.pop(rank, [])
+        self.happened()
+
     # The run
 
     def run(self) -> None:
@@ -162,8 +177,8 @@ class Simulator(Machine):
         with hooks.installed(self, self.network):
             try:
                 while self._run_one():
-                    if self.kill_is_due:
-                        self._let_die(self.kills.pop(0)[1])
+                    while self.kill_is_due:
+                        self._stop_one()
                 for rank in set(range(self.world_size)) - self.dead:
                     self.memory.publish(rank)
             finally:
@@ -220,7 +235,7 @@ class Simulator(Machine):
         self.running = None
 
     def _may_run(self, host: Host) -> bool:
-        if host.rank in self.dead:
+        if host.rank in self.dead or host.rank in self.frozen:
             return False
         if host.ready is None or (host.deadline is not None and self.now_ns >= host.deadline):
             return True
@@ -305,8 +320,17 @@ class Simulator(Machine):
         if queue and queue[0].left_behind:
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
+    def _stop_one(self) -> None:
+        if self.kills and self.steps >= self.kills[0][0]:
+            self._let_die(self.kills.pop(0)[1])
+            return
+        rank = self.freezes.pop(0)[1]
+        self.frozen.setdefault(rank, []).extend(p for p in self.ready if p.rank == rank)
+        self.ready = [p for p in self.ready if p.rank != rank]
+
     def _let_die(self, rank: int) -> None:
         self.dead.add(rank)
+        self.frozen.pop(rank, None)
         for p in [p for p in self.live.values() if p.rank == rank]:
             self.memory.leak(p)  # some of what it had under way still arrives
             del self.live[p.serial]

@@ -78,8 +78,9 @@ class Standstill:
 
     def _jump(self) -> None:
         machine = self._machine
-        waiting = [p for p in machine.live.values() if p.asleep]
-        hosts = [host for host in machine.hosts if host.rank not in machine.dead]
+        still = {*machine.dead, *machine.frozen}
+        waiting = [p for p in machine.live.values() if p.asleep and p.rank not in still]
+        hosts = [host for host in machine.hosts if host.rank not in still]
         deadlines = [each.deadline for each in (*waiting, *hosts) if each.deadline is not None]
         if any(p.deadline is None and p.reads_clock for p in waiting):
             deadlines.append(machine.now_ns + _SECOND)
@@ -118,6 +119,7 @@ def _waiters(machine: Machine) -> str:
     lines += [f"rank {h.rank}, host: {h.waits_for}" for h in machine.hosts if h.rank not in dead]
     lines += _not_started(machine)
     lines += [f"rank {rank} is dead" for rank in sorted(dead)]
+    lines += [f"rank {rank} is frozen" for rank in sorted(machine.frozen)]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more"]
     return "".join(f"\n  {line}" for line in lines)
