@@ -75,7 +75,7 @@ class Recorder:
     """Memory of rank 0 on which nothing runs."""
 
     rank, world_size, num_sms, device = 0, RANKS, SMS, torch.device("cpu")
-    early, ranks_per_node = True, 0
+    early, shared_gpu, ranks_per_node = True, False, 0
 
     def __init__(self) -> None:
         self.label = ""
