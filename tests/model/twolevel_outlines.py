@@ -284,10 +284,10 @@ else
   if task < FAR
     _place_turn(peers)
   else
-    if task < FAR + 1
+    if task < BEFORE_LAST
       _near_turn(peers)
     else
-      if (task < FAR + 2) & (turn.channel == 0)
+      if (task < BEFORE_LAST + 1) & (turn.channel == 0)
         if tl.load(turn.done) == 0
           announce_call_to_all(peers.regions)
           tl.store(turn.done)

@@ -116,6 +116,15 @@ class Tuning:
         """Programs of each channel of a kernel of ``config`` with so many ``tasks`` per channel."""
         return max(1, min(tasks, config.per_sm * self.num_sms // self.channels))
 
+    def senders(self, workers: int, grid: Topology) -> int:
+        """Of so many ``workers`` of a channel, those that only send in a dispatch that casts no
+        rows: half of them; 0 where one would have more tasks so, or nodes have tasks between them.
+        """
+        ranks, senders = grid.ranks_per_node, workers // 2
+        if grid.num_nodes > 1 or not senders:
+            return 0
+        return senders if -(-ranks // senders) == -(-2 * ranks // workers) else 0
+
 
 FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
 FEW_PULLS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=4)

@@ -287,20 +287,6 @@ def two_dispatch_kernel(
 # The host's side
 
 
-def senders_of(workers: int, grid: Any) -> int:
-    """Of ``workers`` of a channel, those that only send: half of them; 0 where some worker would
-    have more tasks so, or where nodes have tasks between them.
-
-    >>> from tokenyard.topology import Topology
-    >>> [senders_of(workers, Topology(1, 4)) for workers in (1, 2, 3, 4)]
-    [0, 1, 0, 2]
-    """
-    ranks, senders = grid.ranks_per_node, workers // 2
-    if grid.num_nodes > 1 or not senders:
-        return 0
-    return senders if -(-ranks // senders) == -(-2 * ranks // workers) else 0
-
-
 def bind_two_dispatch(
     workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
     padding: bool, **placed: bool,
@@ -318,7 +304,7 @@ def bind_two_dispatch(
     config, forward = workspace.tuning.dispatch, workspace.tuning.forward
     tasks = num_tasks(workspace.memory.world_size, workspace.grid.num_nodes)
     workers = workspace.tuning.workers(config, tasks)
-    senders = senders_of(workers, workspace.grid) if mode is None else 0
+    senders = workspace.tuning.senders(workers, workspace.grid) if mode is None else 0
     grid = grid_of(workspace, workers, senders)
     network = network_ring_of(workspace, row_layout)
     placing = placing_of(num_topk, slots_per_row, **placed)

@@ -70,7 +70,7 @@ def recorded_sizes(workload: Workload) -> Sizes:
         raise ValueError(f"records of {ranks} ranks have at least {least} SMs, and sms is {sms}")
     channels = min(64, (2 * sms - 1) // ranks) if every else (sms - 1) // (2 * ranks - 1)
     tuning = peer_tuning(sms, Topology(1, ranks), all_sms=every, channels=channels)
-    tuning = replace(tuning, channels=channels)
+    tuning = replace(tuning, channels=channels, dispatch=replace(tuning.dispatch, chunk=16))
     ring = _ring("NVLink", ranks * channels, workload.buffer_bytes, workload, tuning)
     return Sizes(
         channels=channels,
@@ -96,11 +96,12 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
     tuning = peer_tuning(sms, grid, all_sms=sms == workload.most_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
-    # of 2 R - 1 tasks that move rows R - 1 send
     programs = _programs(tuning, grid)
+    senders = tuning.channels * tuning.senders(programs // tuning.channels, grid)
     return Sizes(
         channels=tuning.channels,
-        senders=max(1, round(programs * (ranks - 1) / (2 * ranks - 1))),
+        # else, of 2 R - 1 tasks that move rows, R - 1 send
+        senders=senders or max(1, round(programs * (ranks - 1) / (2 * ranks - 1))),
         writers=sms,
         reducers=tuning.channels,
         pushers=sms,
