@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from benchmarks.low_latency import (
@@ -126,11 +127,11 @@ def _puts(lines: list[Line], suite: Decode) -> list[str]:
 
 def _verdicts(lines: list[Line], suite: Decode, num_ranks: int) -> list[str]:
     said: list[str] = []
-    for tokens in suite.tokens:
-        ours, theirs = (_find(lines, who, PAIR, tokens) for who in (ENGINES[0], NCCL))
+    for tokens, who in product(suite.tokens, [way.name for way in suite.ways]):
+        ours, theirs = (_find(lines, name, PAIR, tokens) for name in (who, NCCL))
         mine, other = (line.best_us if line else None for line in (ours, theirs))
         if mine and other and mine > other:
-            said.append(f"- {tokens} tokens: {mine:.1f} us loses to {NCCL}, {other:.1f} us")
+            said.append(f"- {tokens} tokens: `{who}`, {mine:.1f} us, loses to {NCCL}, {other:.1f}")
     said = said or [f"No pair loses to {NCCL}."]
     bar = _find(lines, ENGINES[0], PAIR, BAR_TOKENS)
     if suite.topology is None and num_ranks == BAR_RANKS and bar and bar.best_us:

@@ -103,7 +103,10 @@ def test_the_page_says_what_was_met_and_lost() -> None:
     assert "40 us on 4 ranks: met." in text
     assert "8 tokens 7.4" in text
     worse = decode_markdown(lines(50.0), SUITE, FACTS)
-    assert "- 128 tokens: 51.0 us loses to all-gather FP8, reduce-scatter BF16, 45.0 us" in worse
+    assert (
+        "- 128 tokens: `low_latency`, 51.0 us, loses to all-gather FP8, reduce-scatter BF16, 45.0"
+        in worse
+    )
     assert "missed." in worse
     assert "on 4 ranks" not in decode_markdown(
         lines(30.0), SUITE, {**FACTS, "devices": ["NVIDIA H200"] * 2}
