@@ -15,6 +15,7 @@ from cases import Case, dispatch
 from test_dispatch_combine import ENGINES, layouts, shapes
 from test_gradients import Layer, check_grads, loss
 from tokenyard.config import Config
+from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.group_transport import GroupTransport
 from tokenyard.engines.outputs import Outputs
@@ -107,7 +108,7 @@ def test_a_bad_id_is_remembered_in_either_mode(ranks: Ranks, first: str) -> None
         (False, good),
     ):
         with torch.inference_mode() if inside else nullcontext():
-            engine.dispatch(Payload(x, None), idx, None, FLAT, None)
+            engine.dispatch(DispatchArguments(Payload(x, None), idx, None, FLAT, None))
     with pytest.raises(ValueError, match=r"topk_idx\[1, 0\] is 7"):
         engine.check()
     engine.check()

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result_of, sent_of
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
@@ -27,7 +28,7 @@ from tokenyard.engines.rings import (
 )
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
-from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import dispatch_rows
@@ -35,7 +36,7 @@ from tokenyard.kernels.names import span
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.rows import Payload
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Layout
 
 
 class RingEngine(PeerEngine):
@@ -46,16 +47,8 @@ class RingEngine(PeerEngine):
 
     # Three collective calls
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
+        payload, topk_idx, weights, spec, mode, in_place, *_ = given
         with span("tokenyard.dispatch"), self._memory.tensors():
             if spec.exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -81,16 +74,8 @@ class RingEngine(PeerEngine):
                 self._monitor.stop_short()
                 raise
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
+    def redispatch(self, given: CachedArguments) -> Payload:
+        payload, plan, spec, mode, raw, in_place = given
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload = aligned(payload)
             signature = self._signature(
@@ -131,21 +116,10 @@ class RingEngine(PeerEngine):
             signature.count(known.counts[: 2 * size])
             return out
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
+        rows, plan, spec, weights, reduce_weights, bias, out, raw, in_place, *_ = given
         with span("tokenyard.combine"), self._memory.tensors():
-            width = 0 if reduce_weights is None else reduce_weights.shape[1]
+            width = given.width
             payload, weighted, scaled = Payload(rows, None), width > 0, weights is not None
             signature = self._signature(
                 COMBINE, payload, spec, None, weighted=weighted, scaled=scaled, in_place=in_place
