@@ -28,7 +28,7 @@ from tokenyard.memory.cuda import DeviceMemory
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.symmetric import Region
-from tokenyard.testing.one_process import Rank, run_in_process
+from tokenyard.testing.one_process import BodyRun, Rank, run_in_process
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 """What must be set before CUDA starts."""
@@ -213,20 +213,13 @@ def run_virtual_ranks(
     return run_threads(world_size, run, world.lose, timeout)
 
 
-def run_on_virtual_ranks(
-    body: Callable[..., Any],
-    engine: str,
-    arguments: dict[str, Any],
-    world_size: int,
-    timeout: float,
-    /,
-) -> None:
+def run_on_virtual_ranks(run: BodyRun) -> None:
     """Run the body of a ``distributed_test`` (``TOKENYARD_TEST_DEVICE=virtual``)."""
 
     def start(be: Rank) -> None:
         def rank(group: VirtualGroup) -> None:
             be(group.rank(), group.device, group)
 
-        run_virtual_ranks(world_size, rank, "cuda", timeout)
+        run_virtual_ranks(run.world_size, rank, "cuda", run.timeout)
 
-    run_in_process(body, engine, arguments, world_size, start)
+    run_in_process(run, start)

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.testing.job import Job
 from tokenyard.testing.modules import BODY
-from tokenyard.testing.one_process import Runner, run_in_simulator
+from tokenyard.testing.one_process import BodyRun, run_in_simulator
 from tokenyard.testing.pool import pools
 
 DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
 PROCESSES = ("cpu", "cuda")
 """Devices whose ranks are processes."""
-IN_PROCESS: dict[str, Runner] = {"simulated": run_in_simulator}
+IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {"simulated": run_in_simulator}
 """What runs a body on ranks of this process, by the word that asks for it. A ``conftest.py`` may
 add more.
 """
@@ -76,7 +76,7 @@ def distributed_test(
             arguments = visible.bind(*args, **kwargs).arguments
             for ranks, name in product(picked_sizes, picked_engines):
                 if run := IN_PROCESS.get(_device()):
-                    run(body, name, arguments, ranks, timeout)
+                    run(BodyRun(body, name, arguments, ranks, timeout))
                 else:
                     pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from unittest import SkipTest
 
 import torch
@@ -19,30 +19,21 @@ Rank = Callable[[int, torch.device, Any], None]
 """Is one rank, given its number, its device, and a group that ``ExpertParallel`` takes."""
 
 
-class Runner(Protocol):
-    """Runs a body on so many ranks, for so many seconds at most."""
+class BodyRun(NamedTuple):
+    """A test body to run once per rank, for ``timeout`` seconds at most."""
 
-    def __call__(
-        self,
-        body: Callable[..., Any],
-        engine: str,
-        arguments: dict[str, Any],
-        world_size: int,
-        timeout: float,
-        /,
-    ) -> None: ...
+    body: Callable[..., Any]
+    engine: str
+    arguments: dict[str, Any]
+    world_size: int
+    timeout: float
 
 
-def run_in_process(
-    body: Callable[..., Any],
-    engine: str,
-    arguments: dict[str, Any],
-    world_size: int,
-    start: Callable[[Rank], object],
-) -> None:
-    """``start`` calls its argument once per rank, each of which runs ``body`` with its
+def run_in_process(run: BodyRun, start: Callable[[Rank], object]) -> None:
+    """``start`` calls its argument once per rank, each of which runs the body with its
     :class:`Ranks`.
     """
+    body, engine, arguments, world_size, _ = run
     if engine not in ON_KERNELS:
         raise SkipTest(
             f"ranks of one process have engines {', '.join(ON_KERNELS)} only, not {engine!r}"
@@ -64,16 +55,9 @@ def run_in_process(
         )
 
 
-def run_in_simulator(
-    body: Callable[..., Any],
-    engine: str,
-    arguments: dict[str, Any],
-    world_size: int,
-    timeout: float,
-    /,
-) -> None:
+def run_in_simulator(run: BodyRun) -> None:
     """On the CPU, under the schedule of :data:`SEED_VARIABLE`; kernels are interpreted. The
-    simulator has a clock and limits of its own, so ``timeout`` is not asked.
+    simulator has a clock and limits of its own, so the timeout is not asked.
     """
     from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
@@ -81,6 +65,6 @@ def run_in_simulator(
         def rank(here: SimulatedRank) -> None:
             be(here.rank, here.device, SimulatedGroup(here))
 
-        simulate(world_size, rank, seed=int(os.environ.get(SEED_VARIABLE, "0")))
+        simulate(run.world_size, rank, seed=int(os.environ.get(SEED_VARIABLE, "0")))
 
-    run_in_process(body, engine, arguments, world_size, start)
+    run_in_process(run, start)
