@@ -34,7 +34,7 @@ from tokenyard.engines.send_plan import SendPlan, plan_send, ways_back
 from tokenyard.engines.transport import RowTransport, Spans, Transport
 from tokenyard.formats import cast_payload, row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.routing import Placement, host_ints
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, overlap, sum_rows
 from tokenyard.stats import Stats
@@ -69,7 +69,8 @@ class CollectiveEngine(Agreement):
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             send_plan = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
-            fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
+            kind = CallKind(DISPATCH, payload, spec, mode, weights is not None)
+            fingerprint = self._fingerprint(kind)
             headers = self._announce(fingerprint, topk_idx, send_plan, spec)
         with record_function("tokenyard.dispatch.pack"):
             row = self._format(payload, routed=True, weighted=weights is not None)
@@ -99,7 +100,7 @@ class CollectiveEngine(Agreement):
         payload, plan, spec, mode, raw, _ = given
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.redispatch"):
-            fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
+            fingerprint = self._fingerprint(CallKind(CACHED, payload, spec, mode, raw), plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             row = self._format(payload)
             token, spans, hop = self._known(plan, spec)
@@ -141,7 +142,8 @@ class CollectiveEngine(Agreement):
         width, reduces = given.width, reduce_weights is not None
         row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
         sent, scaled = Payload(rows, None), weights is not None
-        fingerprint = self._fingerprint(COMBINE, sent, spec, None, width > 0, plan, scaled)
+        kind = CallKind(COMBINE, sent, spec, None, width > 0, scaled)
+        fingerprint = self._fingerprint(kind, plan)
         return row, self._check_call(fingerprint, plan.returns.shape[0])
 
     def interrupt(self, text: str) -> None:

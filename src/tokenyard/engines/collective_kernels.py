@@ -22,7 +22,7 @@ from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.transport import Transport
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
-from tokenyard.header import CACHED, DISPATCH
+from tokenyard.header import CACHED, DISPATCH, CallKind
 from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload, RowFormat, as_bytes
@@ -97,7 +97,8 @@ class CollectiveKernelsEngine(CollectiveEngine):
             read = kernels.given(given)
             row = read.kind.row
             sent = _no_rows(row_of(payload, mode))
-            fingerprint = self._fingerprint(DISPATCH, sent, spec, mode, weights is not None)
+            kind = CallKind(DISPATCH, sent, spec, mode, weights is not None)
+            fingerprint = self._fingerprint(kind)
             left = kernels.leave(read, fingerprint if told else None)
             headers = self._swap(left.headers, fingerprint) if told else None
             kernels.pack(read, left)
@@ -130,7 +131,8 @@ class CollectiveKernelsEngine(CollectiveEngine):
             return super().redispatch(given)
         with kernels.span("tokenyard.redispatch"):
             row = row_of(payload, mode)
-            fingerprint = self._fingerprint(CACHED, _no_rows(row), spec, mode, raw, plan)
+            kind = CallKind(CACHED, _no_rows(row), spec, mode, raw)
+            fingerprint = self._fingerprint(kind, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             token, spans, _ = self._known(plan, spec)
             send = self._rows.buffer("send", row, token.numel(), payload.x.device)

@@ -29,7 +29,7 @@ from tokenyard.engines.rings import (
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.handle import Arrived, Plan
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import dispatch_rows
 from tokenyard.kernels.names import span
@@ -57,9 +57,9 @@ class RingEngine(PeerEngine):
                 )
             topk_idx, payload = topk_idx.contiguous(), aligned(payload)
             weights = None if weights is None else weights.contiguous()
-            signature = self._signature(
-                DISPATCH, payload, spec, mode, weighted=weights is not None, in_place=in_place
-            )
+            weighted = weights is not None
+            kind = CallKind(DISPATCH, payload, spec, mode, weighted, in_place=in_place)
+            signature = self._signature(kind)
             room = signature.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, signature, room)
             rooms = (room, room) if spec.exact else signature.static_rows
@@ -78,9 +78,8 @@ class RingEngine(PeerEngine):
         payload, plan, spec, mode, raw, in_place = given
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload = aligned(payload)
-            signature = self._signature(
-                CACHED, payload, spec, mode, weighted=raw, in_place=in_place
-            )
+            kind = CallKind(CACHED, payload, spec, mode, raw, in_place=in_place)
+            signature = self._signature(kind)
             placed = signature.experts and not raw
             known, size = known_of(plan), self.config.world_size
             arrived = (
@@ -120,10 +119,9 @@ class RingEngine(PeerEngine):
         rows, plan, spec, weights, reduce_weights, bias, out, raw, in_place, *_ = given
         with span("tokenyard.combine"), self._memory.tensors():
             width = given.width
-            payload, weighted, scaled = Payload(rows, None), width > 0, weights is not None
-            signature = self._signature(
-                COMBINE, payload, spec, None, weighted=weighted, scaled=scaled, in_place=in_place
-            )
+            payload, scaled = Payload(rows, None), weights is not None
+            kind = CallKind(COMBINE, payload, spec, None, width > 0, scaled, in_place)
+            signature = self._signature(kind)
             known, size = known_of(plan), self.config.world_size
             tag = signature.tag | pack_routing(int(known.counts[2 * size]))
             tokens, bias = known.num_tokens, tuple(as_aligned(term) for term in bias)
