@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +15,7 @@ from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.helpers.missing import missing_call
 from tokenyard.errors import NotSupported
 
 Event = EventHandle | EventOverlap | None
@@ -24,16 +25,6 @@ class EPHandle(CoreHandle):
     """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`."""
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
-
-
-def _missing(name: str, what: str) -> Callable[..., NoReturn]:
-    """A method of DeepEP that has no counterpart here."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotSupported(f"ElasticBuffer.{name}() is {what}, which is not offered here")
-
-    refuse.__name__, refuse.__doc__ = name, f"Not offered: {what}. Raises ``NotSupported``."
-    return refuse
 
 
 class ElasticBuffer(CoreBuffer):
@@ -211,4 +202,5 @@ _NO_COUNTERPART = {
 }
 for _what, _names in _NO_COUNTERPART.items():
     for _name in _names:
-        setattr(ElasticBuffer, _name, staticmethod(_missing(_name, _what)))
+        _why = f"{_what}, which is not offered here"
+        setattr(ElasticBuffer, _name, staticmethod(missing_call(f"ElasticBuffer.{_name}", _why)))
