@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import gathered
 from tokenyard.formats import quantize
 from tokenyard.routing import expert_bounds
+from tokenyard.testing.baselines import gathered
 from tokenyard.testing.cases import DTYPES, NUM_INPUTS, Case
 from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.compare import assert_same_bits

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import tokenyard as ty
-from tokenyard.cli.bench_baselines import (
+from tokenyard.testing.baselines import (
     GATHER,
     PLAIN_EXCHANGE,
     SCATTER,

@@ -22,9 +22,9 @@ from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from benchmarks.twolevel_calls import NVSHMEM
-from tokenyard.cli.bench_baselines import all_gather, reduce_scatter
 from tokenyard.cli.progress import Counter, advance
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
+from tokenyard.testing.baselines import all_gather, reduce_scatter
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, failure
 from tokenyard.testing.compare import assert_same_bits

@@ -36,8 +36,8 @@ from benchmarks.twolevel_calls import (
     rows_across,
 )
 from tokenyard import launch
-from tokenyard.cli.bench_baselines import gathered
 from tokenyard.cli.progress import Counter, advance, progress
+from tokenyard.testing.baselines import gathered
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, check, failure
 from tokenyard.testing.timing import Series, on_ranks, peak_extra_bytes, time_interleaved

@@ -16,6 +16,13 @@ if (
 ):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Many ranks on one GPU are a matter of these tests: the kit has ranks of the simulator only.
+if os.environ.get("TOKENYARD_TEST_DEVICE") == "virtual":
+    from one_gpu import run_on_virtual_ranks
+    from tokenyard.testing.decorators import IN_PROCESS
+
+    IN_PROCESS["virtual"] = run_on_virtual_ranks
+
 # Several workers (pytest -n) keep the processors busy already.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

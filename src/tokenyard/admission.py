@@ -25,7 +25,7 @@ from tokenyard.config import Config
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
 from tokenyard.memory.meeting import POLL, Round
 from tokenyard.memory.preflight import Report, unreachable
-from tokenyard.memory.store import clock_of
+from tokenyard.memory.store import base_of, clock_of
 from tokenyard.survivors import admitted
 
 _WHAT = "admit()"
@@ -37,13 +37,6 @@ def check_name(at: Any) -> str:
     if not isinstance(at, str) or not 0 < len(at) <= 200:
         raise ValueError(f"at ({at!r}) must be a word of 1 to 200 letters, a name of this object")
     return at
-
-
-def _plain(store: Any) -> Any:
-    """What a store of prefixes stands on."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def invite(
@@ -59,7 +52,7 @@ def invite(
         PeerTimeout: the newcomer, or a member, did not come; nothing has changed.
         NotSupported: GPUs do not reach each other; nothing has changed.
     """
-    base, place = _plain(store), _seat(store, config, rank, at)
+    base, place = base_of(store), _seat(store, config, rank, at)
     here = _round(place, config.rank, config.members, rank)
     if config.rank == config.members[0]:
         known = {each: getattr(config, each) for each in _SIZES}
@@ -75,7 +68,7 @@ def invite(
 
 def _seat(store: dist.Store, config: Config, rank: int, at: str) -> dist.Store:
     """Where the open attempt meets. One that was given up is followed by another."""
-    base, before = _plain(store), ""
+    base, before = base_of(store), ""
     while True:
         mine = f"{base.add('tokenyard/seats', 1)} {rank} {at}"
         before = store.compare_set("seat", before, mine).decode()
@@ -117,7 +110,7 @@ def accept(
         PeerTimeout: there is no invitation, or a member did not come.
         NotSupported: GPUs do not reach each other.
     """
-    place, facts = _invitation(_plain(store), rank, at, timeout)
+    place, facts = _invitation(base_of(store), rank, at, timeout)
     if facts["rank"] != rank:
         raise ValueError(f"rank ({rank}) is not the one invited at {at!r}: that is {facts['rank']}")
     mine = secrets.token_hex(8)

@@ -10,6 +10,7 @@ place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tokenyard import gradients, ops, transforms
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
-from tokenyard.handle import Arrived, Plan
+from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE
-from tokenyard.ops import Moved, Request, owner_of
+from tokenyard.ops import Caller, Moved, owner_of
 from tokenyard.rows import Payload
-from tokenyard.types import Layout
+from tokenyard.types import Layout, Quantize
 
 _PLAN = len(Plan._fields)
 _HINT = (
@@ -31,17 +33,30 @@ _HINT = (
 )
 
 
-class Call(Request):
-    """One call on its way through a ``Function``: it gets here what it returns besides tensors that
-    are differentiated.
+@dataclass(eq=False)
+class Call:
+    """One call on its way through a ``Function``: what it needs besides tensors that are
+    differentiated, and, once it is made, what it returns besides them.
 
     It also is how the object's calls along the plan are made that derivatives need
     (:class:`gradients.Moves`).
+
+    Attributes:
+        ticket: of a call that was begun before, of which the result is wanted; 0 for none.
+        plan: a :class:`Plan`; of a fresh dispatch once it is made.
+        mode: how rows are cast in the send.
+        raw: rows are in arrival order, whatever the layout.
     """
 
-    arrived: Arrived
-    scales: Tensor | None
-    num_rows: int
+    calls: Caller
+    spec: Spec
+    ticket: int = 0
+    plan: Any = None
+    mode: Quantize | None = None
+    raw: bool = False
+    arrived: Arrived = field(init=False)
+    scales: Tensor | None = field(init=False)
+    num_rows: int = field(init=False)
 
     def combine(
         self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
@@ -51,6 +66,22 @@ class Call(Request):
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
         return redispatch(self._along(CACHED, x, raw), Payload(x, None)).x
+
+    def run_dispatch(
+        self, calls: Caller, payload: Payload, topk_idx: Tensor, weights: Tensor | None
+    ) -> Moved:
+        """Make it by ``calls``, as the next two: the object's or its operators."""
+        given = DispatchArguments(payload, topk_idx, weights, self.spec, self.mode)
+        return calls.run_dispatch(given, self.ticket)
+
+    def run_redispatch(self, calls: Caller, payload: Payload) -> Payload:
+        given = CachedArguments(payload, self.plan, self.spec, self.mode, self.raw)
+        return calls.run_redispatch(given, self.ticket)
+
+    def run_combine(self, calls: Caller, rows: Tensor, *terms: Any) -> tuple[Tensor, Tensor | None]:
+        """``terms``: weights, reduce_weights and bias."""
+        given = CombineArguments(rows, self.plan, self.spec, *terms, raw=self.raw)
+        return calls.run_combine(given, self.ticket)
 
     def _along(self, op: int, moved: Tensor, raw: bool) -> Call:
         """A call along the plan. A backward may be batched where the call was not."""
@@ -127,7 +158,7 @@ class _Dispatch(Function):
     def forward(
         x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor | None]:
-        made = call.calls.run_dispatch(call, Payload(x, scales), topk_idx, weights)
+        made = call.run_dispatch(call.calls, Payload(x, scales), topk_idx, weights)
         moved, call.plan, call.arrived = made
         call.scales, call.num_rows = moved.scales, moved.x.shape[0]
         return moved.x, None if weights is None else call.arrived.weights
@@ -177,7 +208,7 @@ def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | N
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
     x, scales = payload
     if transforms.by_operator(x):
-        return ops.Operators(call.calls.number).run_dispatch(call, payload, topk_idx, weights)
+        return call.run_dispatch(ops.Operators(call.calls.number), payload, topk_idx, weights)
     if call.mode is None and scales is None:
         x = _joining(x, weights)
     elif weights is not None:
@@ -200,7 +231,7 @@ ops.track(ops.dispatch_op, _dispatch_operator)
 class _Redispatch(Function):
     @staticmethod
     def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
-        rows, call.scales = call.calls.run_redispatch(call, Payload(x, scales))
+        rows, call.scales = call.run_redispatch(call.calls, Payload(x, scales))
         return rows
 
     @staticmethod
@@ -225,9 +256,9 @@ def redispatch(call: Call, payload: Payload) -> Payload:
     """A cached dispatch, tracked if need be."""
     x, scales = payload
     if not _is_tracked(call, x):
-        return call.calls.run_redispatch(call, payload)
+        return call.run_redispatch(call.calls, payload)
     if transforms.by_operator(x):
-        return ops.Operators(call.calls.number).run_redispatch(call, payload)
+        return call.run_redispatch(ops.Operators(call.calls.number), payload)
     if call.mode is None and scales is None:
         x = _joining(x)
     return Payload(_Redispatch.apply(x, scales, call), call.scales)  # pyright: ignore
@@ -256,7 +287,7 @@ class _Combine(Function):
         call: Call,
         *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        return call.calls.run_combine(call, rows, weights, reduce_weights, bias)
+        return call.run_combine(call.calls, rows, weights, reduce_weights, bias)
 
     @staticmethod
     def setup_context(
@@ -311,10 +342,10 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """A combine, tracked if need be."""
     if not _is_tracked(call, rows, weights, reduce_weights, *bias):
-        return call.calls.run_combine(call, rows, weights, reduce_weights, bias)
+        return call.run_combine(call.calls, rows, weights, reduce_weights, bias)
     if transforms.by_operator(rows):
         operators = ops.Operators(call.calls.number)
-        return operators.run_combine(call, rows, weights, reduce_weights, bias)
+        return call.run_combine(operators, rows, weights, reduce_weights, bias)
     rows = _joining(rows, weights, reduce_weights, *bias)
     return _Combine.apply(rows, weights, reduce_weights, call, *bias)  # pyright: ignore
 

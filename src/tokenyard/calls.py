@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,16 @@ from tokenyard import autograd, transforms
 from tokenyard.autograd import Call
 from tokenyard.call_queue import NO_TICKET, When
 from tokenyard.config import Config
-from tokenyard.engines.base import Engine, InPlace
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import (
+    CachedArguments,
+    CombineArguments,
+    DispatchArguments,
+    Engine,
+)
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
-from tokenyard.ops import Moved, Request, enlist
+from tokenyard.ops import Moved, enlist
 from tokenyard.redirect import Redirect
 from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
@@ -34,6 +38,7 @@ from tokenyard.types import FLOAT_DTYPES, Layout, Quantize
 
 Result = TypeVar("Result", Received, Combined)
 _NO_EXTRAS: dict[str, Any] = {}
+Arguments = DispatchArguments | CachedArguments | CombineArguments
 
 
 class DispatchRequest(NamedTuple):
@@ -94,49 +99,32 @@ class Calls(Guard):
 
     # Called by autograd and by operators
 
-    def run_dispatch(
-        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
-    ) -> Moved:
+    def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
         """A fresh dispatch, or the result of the one behind the ticket. Rows, scales and source are
         flat; nothing is a view, as it is to be the caller's own.
         """
-        given = payload, topk_idx, weights, call.spec, call.mode
-        moved, plan, arrived = self._run(call.ticket, "dispatch", self.engine.dispatch, *given)
+        moved, plan, arrived = self._run(ticket, "dispatch", self.engine.dispatch, given)
         scales = None if moved.scales is None else moved.scales.flatten(0, -2)
         arrived = arrived._replace(source=arrived.source.flatten(), weights=arrived.weights.data)
         return Payload(moved.x.flatten(0, -2).data, scales), plan, arrived
 
-    def run_redispatch(self, call: Request, payload: Payload) -> Payload:
+    def run_redispatch(self, given: CachedArguments, ticket: int = 0) -> Payload:
         """A cached dispatch, or the result of the one behind the ticket."""
-        given, options = (payload, call.plan, call.spec), {"mode": call.mode, "raw": call.raw}
-        send = self.engine.redispatch
-        moved = self._run(call.ticket, "cached dispatch", send, *given, **options)
+        moved = self._run(ticket, "cached dispatch", self.engine.redispatch, given)
         return Payload(moved.x.data, moved.scales)
 
-    def run_combine(
-        self,
-        call: Request,
-        rows: Tensor,
-        weights: Tensor | None,
-        reduce_weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor | None]:
+    def run_combine(self, given: CombineArguments, ticket: int = 0) -> tuple[Tensor, Tensor | None]:
         """A combine, or the result of the one behind the ticket."""
-        options = {"weights": weights, "reduce_weights": reduce_weights, "bias": bias}
-        send, given = self.engine.combine, (rows, call.plan, call.spec)
-        x, reduced = self._run(call.ticket, "combine", send, *given, **options, raw=call.raw)
+        x, reduced = self._run(ticket, "combine", self.engine.combine, given)
         return x.data, None if reduced is None else reduced.data
 
-    def _run(
-        self, ticket: int, op: str, call: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        if ticket:
-            rest = self.queue.rest_of(ticket)
-            if rest is None:
-                return self.wait(partial(self.queue.take, ticket))
-            call, args, options = rest, (), {}
+    def _run(self, ticket: int, op: str, send: Callable[..., Any], given: Arguments) -> Any:
+        """``send(given)``, or what comes of the call behind the ticket."""
+        rest = self.queue.rest_of(ticket) if ticket else None
+        if ticket and rest is None:
+            return self.wait(partial(self.queue.take, ticket))
         self.check_open()
-        return self.make(op, call, *args, **options)
+        return self.make(op, send, given) if rest is None else self.make(op, rest)
 
     # Called by the API
 
@@ -145,30 +133,36 @@ class Calls(Guard):
         if self.redirect is not None and request.topk_idx is not None:
             request = _redirected(request, request.topk_idx, self.redirect)
         payload, topk_idx, weights, spec, mode, _, in_place, when, _ = request
+        assert topk_idx is not None
+        given = DispatchArguments(
+            payload, topk_idx, weights, spec, mode, in_place, **(when.extras or _NO_EXTRAS)
+        )
         tracked = not in_place and transforms.is_tracked(payload.x, weights)
         if tracked or when.later:
-            return self._dispatch_later(request, tracked)
+            return self._dispatch_later(request, given, tracked)
         self._wait_before(when)
-        send, options = self.engine.dispatch, {"in_place": in_place} | (when.extras or _NO_EXTRAS)
-        moved = self.make("dispatch", send, payload, topk_idx, weights, spec, mode, **options)
+        moved = self.make("dispatch", self.engine.dispatch, given)
         return Received(fields=self._fresh_fields(request, *moved))
 
-    def _dispatch_later(self, request: DispatchRequest, tracked: bool) -> Received:
-        payload, ids, weights, spec, mode, _, in_place, when, _ = request
-        assert ids is not None
-        still, fixed = Payload(payload.x.detach(), payload.scales), transforms.detached(weights)
-        call = partial(self.engine.dispatch, still, ids, fixed, spec, mode, in_place=in_place)
-        ticket = self._begin(call, payload.x.device, when, "dispatch")
+    def _dispatch_later(
+        self, request: DispatchRequest, given: DispatchArguments, tracked: bool
+    ) -> Received:
+        payload, when, send = request.payload, request.when, self.engine.dispatch
+        still = given._replace(
+            payload=Payload(payload.x.detach(), payload.scales),
+            weights=transforms.detached(given.weights),
+        )
+        ticket = self._begin(partial(send, still), payload.x.device, when, "dispatch")
         ahead: dict[str, Any] | None = None
 
         def finish() -> dict[str, Any]:
             if not tracked:
-                moved = self._run(ticket, "dispatch", call)
+                moved = self._run(ticket, "dispatch", send, still)
                 return ahead or self._fresh_fields(request, *moved)
-            moved = autograd.dispatch(Call(self, spec, ticket, mode=mode), payload, ids, weights)
+            call = Call(self, given.spec, ticket, mode=given.mode)
+            moved = autograd.dispatch(call, payload, given.topk_idx, given.weights)
             scales = moved[0].scales
-            options: CallOptions | None = (when.extras or _NO_EXTRAS).get("options")
-            if scales is not None and options is not None and options.scales_by_column:
+            if scales is not None and given.options.scales_by_column:
                 scales = by_column(scales.view(*self._padded, scales.shape[1]))  # it has rows
                 moved = Payload(moved[0].x, scales), *moved[1:]
             return self._fresh_fields(request, *moved)
@@ -184,21 +178,20 @@ class Calls(Guard):
         """A cached dispatch: the rows, with the routing that the handle knows."""
         payload, _, _, _, mode, known, in_place, when, _ = request
         assert known is not None
-        plan, spec, x = known.plan, known.spec, payload.x
+        plan, spec, x, send = known.plan, known.spec, payload.x, self.engine.redispatch
+        given = CachedArguments(payload, plan, spec, mode, in_place=in_place)
         if not when.later and (in_place or not transforms.is_tracked(x)):
             self._wait_before(when)
-            options = {"mode": mode, "in_place": in_place}
-            send = self.engine.redispatch
-            moved = self.make("cached dispatch", send, payload, plan, spec, **options)
+            moved = self.make("cached dispatch", send, given)
             return Received(fields=self._fields(x, moved, known))
-        still = Payload(x.detach(), payload.scales)
-        call = partial(self.engine.redispatch, still, plan, spec, mode=mode, in_place=in_place)
-        ticket = self._begin(call, x.device, when, "cached dispatch")
+        still = given._replace(payload=Payload(x.detach(), payload.scales))
+        ticket = self._begin(partial(send, still), x.device, when, "cached dispatch")
 
         def finish() -> dict[str, Any]:
             if in_place:
-                return self._fields(x, self._run(ticket, "cached dispatch", call), known)
-            moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
+                moved = self._run(ticket, "cached dispatch", send, still)
+            else:
+                moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
             return self._fields(x, moved, known)
 
         return self._waited_for(Received(finish, self._work_of(ticket)), when, ticket)
@@ -206,34 +199,36 @@ class Calls(Guard):
     def combine(self, request: CombineRequest) -> Combined:
         """A combine."""
         rows, handle, weights, at_owner, reduce, bias, out, in_place, when, lost = request
-        plan, spec = handle.plan, handle.spec
+        plan, spec, send = handle.plan, handle.spec, self.engine.combine
         if lost is not None:
             lost.copy_(self._lost_weights(request))
         if at_owner is not None:
             weights = self._fetch_weights(at_owner, handle)
         if reduce is not None:
             reduce = in_arrival_order(reduce.float(), handle)
-        options: dict[str, Any] = {"weights": weights, "reduce_weights": reduce, "bias": bias}
-        if in_place:
-            options["in_place"] = True
+        given = CombineArguments(
+            rows, plan, spec, weights, reduce, bias, out, in_place=in_place,
+            **(when.extras or _NO_EXTRAS),
+        )  # fmt: skip
         tracked = not in_place and transforms.is_tracked(rows, weights, reduce, *bias)
         if not (tracked or when.later):
             self._wait_before(when)
-            options |= when.extras or _NO_EXTRAS
-            send = self.engine.combine
-            x, reduced = self.make("combine", send, rows, plan, spec, out=out, **options)
+            x, reduced = self.make("combine", send, given)
             return Combined(fields=_combined_fields(x, reduced, reduce))
-        still: dict[str, Any] = {
-            name: transforms.detached(value) for name, value in options.items()
-        }
-        call = partial(self.engine.combine, rows.detach(), plan, spec, out=out, **still)
-        ticket = self._begin(call, rows.device, when, "combine")
+        still = given._replace(
+            rows=rows.detach(),
+            weights=transforms.detached(weights),
+            reduce_weights=transforms.detached(reduce),
+            bias=transforms.detached(bias),
+        )
+        ticket = self._begin(partial(send, still), rows.device, when, "combine")
 
         def finish() -> dict[str, Any]:
             if not tracked:
-                x, reduced = self._run(ticket, "combine", call)
+                x, reduced = self._run(ticket, "combine", send, still)
                 return _combined_fields(x, reduced, reduce)
-            x, reduced = autograd.combine(Call(self, spec, ticket, plan), rows, **options)
+            call = Call(self, spec, ticket, plan)
+            x, reduced = autograd.combine(call, rows, weights, reduce, bias)
             if out is not None and not ticket:  # a compiler's operators write to nothing given
                 x = out.copy_(x)
             return _combined_fields(x, reduced, reduce)
@@ -255,7 +250,7 @@ class Calls(Guard):
     def rows_in_place(self, num_rows: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, H]`` for a combine in place (:class:`InPlace`)."""
         self.check_open()
-        make, hidden = cast("InPlace", self.engine).rows_in_place, self.config.hidden
+        make, hidden = self.engine.rows_in_place, self.config.hidden
         return self.make("empty_for_combine(), after call", make, num_rows, hidden, dtype)
 
     def come_to_rows_in_place(self, dtype: Any) -> None:
@@ -286,8 +281,6 @@ class Calls(Guard):
 
     def _begin(self, call: Callable[..., Any], device: torch.device, when: When, op: str) -> int:
         """Start a call and return its ticket; ``NO_TICKET`` of one now, without extras."""
-        if when.extras:
-            call = partial(call, **when.extras)
         if not when.extras or (when.later and not when.in_two):
             return self.queue.begin(self.watched(call, op), device, when)
         if when.after is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -52,18 +52,23 @@ class Fingerprint:
     in_place: int
 
 
-def fingerprint_of(
-    op: int,
-    call: int,
-    payload: Payload,
-    spec: Spec,
-    mode: Quantize | None,
-    weighted: bool,
-    routing: int,
-    scaled: bool,
-    in_place: bool = False,
-) -> Fingerprint:
+class CallKind(NamedTuple):
+    """What a fingerprint is made of, besides the number of the call and its routing. Of the payload
+    dtypes and widths count.
+    """
+
+    op: int
+    payload: Payload
+    spec: Spec
+    mode: Quantize | None
+    weighted: bool
+    scaled: bool = False
+    in_place: bool = False
+
+
+def fingerprint_of(kind: CallKind, call: int = 0, routing: int = 0) -> Fingerprint:
     """The fingerprint of one call. ``routing``: the digest that a handle knows, else -1."""
+    op, payload, spec, mode, weighted, scaled, in_place = kind
     scales = payload.scales
     return Fingerprint(
         op=op,

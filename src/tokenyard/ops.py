@@ -8,7 +8,6 @@ tensors and numbers. The table of objects holds none alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
@@ -16,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tokenyard.engines.base import Engine
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
@@ -48,39 +47,15 @@ class Caller(Protocol):
         """Tell the other ranks of an error in this rank's arguments; returns the error to raise."""
         ...
 
-    def run_dispatch(
-        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
-    ) -> Moved: ...
+    def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
+        """``ticket``: of a call that was begun before, of which the result is wanted."""
+        ...
 
-    def run_redispatch(self, call: Request, payload: Payload) -> Payload: ...
+    def run_redispatch(self, given: CachedArguments, ticket: int = 0) -> Payload: ...
 
     def run_combine(
-        self,
-        call: Request,
-        rows: Tensor,
-        weights: Tensor | None,
-        reduce_weights: Tensor | None,
-        bias: tuple[Tensor, ...],
+        self, given: CombineArguments, ticket: int = 0
     ) -> tuple[Tensor, Tensor | None]: ...
-
-
-@dataclass(eq=False)
-class Request:
-    """What a call needs besides tensors that are differentiated.
-
-    Attributes:
-        ticket: of a call that was begun before, of which the result is wanted; 0 for none.
-        plan: a :class:`Plan`; of a fresh dispatch once it is made.
-        mode: how rows are cast in the send.
-        raw: rows are in arrival order, whatever the layout.
-    """
-
-    calls: Caller
-    spec: Spec
-    ticket: int = 0
-    plan: Any = None
-    mode: Quantize | None = None
-    raw: bool = False
 
 
 _objects: WeakValueDictionary[int, Caller] = WeakValueDictionary()
@@ -201,8 +176,8 @@ def _dispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ..
     topk_idx, weights, owner, numbers, quantize, ticket = given
     spec, mode = spec_of(numbers), mode_of(quantize)
     calls = _called(owner, DISPATCH, spec.exact)
-    call = Request(calls, spec, ticket, mode=mode)
-    return _apart(joined(*calls.run_dispatch(call, Payload(x, scales), topk_idx, weights)))
+    call = DispatchArguments(Payload(x, scales), topk_idx, weights, spec, mode)
+    return _apart(joined(*calls.run_dispatch(call, ticket)))
 
 
 def _dispatch_shapes(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
@@ -271,8 +246,8 @@ dispatch_op = define(
 def _redispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     plan, owner, numbers, raw, ticket = given
     calls, mode = _called(owner, CACHED), mode_of(*numbers[4:])
-    call = Request(calls, spec_of(numbers), ticket, Plan(*plan), mode, raw)
-    moved = calls.run_redispatch(call, Payload(x, scales))
+    call = CachedArguments(Payload(x, scales), Plan(*plan), spec_of(numbers), mode, raw)
+    moved = calls.run_redispatch(call, ticket)
     return moved.x, or_empty(moved.scales, x)
 
 
@@ -298,8 +273,8 @@ redispatch_op = define(
 def _combine(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     weights, reduce_weights, bias, plan, owner, numbers, raw, ticket = given
     calls = _called(owner, COMBINE)
-    call = Request(calls, spec_of(numbers), ticket, Plan(*plan), raw=raw)
-    x, reduced = calls.run_combine(call, rows, weights, reduce_weights, tuple(bias))
+    moved = rows, Plan(*plan), spec_of(numbers), weights, reduce_weights, tuple(bias)
+    x, reduced = calls.run_combine(CombineArguments(*moved, raw=raw), ticket)
     return x, or_empty(reduced, rows)
 
 
@@ -337,32 +312,28 @@ class Operators:
     def _call(self, op: Any, *arguments: Any) -> Any:
         return op(*arguments) if self._below is None else self._below(op, *arguments)
 
-    def run_dispatch(
-        self, call: Request, payload: Payload, topk_idx: Tensor, weights: Tensor | None
-    ) -> Moved:
-        mode = 0 if call.mode is None else call.mode.value
-        how = self.number, _numbers(call.spec), mode, call.ticket
-        x, scales, *rest = self._call(dispatch_op, *payload, topk_idx, weights, *how)
+    def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
+        mode = 0 if given.mode is None else given.mode.value
+        how = self.number, _numbers(given.spec), mode, ticket
+        tensors = *given.payload, given.topk_idx, given.weights
+        x, scales, *rest = self._call(dispatch_op, *tensors, *how)
         moved = Payload(x, scales if scales.dim() == 2 else None)
         return moved, Plan(*rest[:_PLAN]), Arrived(*rest[_PLAN:])
 
-    def run_redispatch(self, call: Request, payload: Payload) -> Payload:
-        x, scales = self._call(redispatch_op, *payload, *self.along(call), call.raw, call.ticket)
+    def run_redispatch(self, given: CachedArguments, ticket: int = 0) -> Payload:
+        how = *self.along(given.plan, given.spec, given.mode), given.raw, ticket
+        x, scales = self._call(redispatch_op, *given.payload, *how)
         return Payload(x, scales if scales.dim() == 2 else None)
 
-    def run_combine(
-        self,
-        call: Request,
-        rows: Tensor,
-        weights: Tensor | None,
-        reduce_weights: Tensor | None,
-        bias: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor | None]:
-        how = *self.along(call), call.raw, call.ticket
-        x, reduced = self._call(combine_op, rows, weights, reduce_weights, list(bias), *how)
-        return x, None if reduce_weights is None else reduced
+    def run_combine(self, given: CombineArguments, ticket: int = 0) -> tuple[Tensor, Tensor | None]:
+        how = *self.along(given.plan, given.spec), given.raw, ticket
+        tensors = given.rows, given.weights, given.reduce_weights, list(given.bias)
+        x, reduced = self._call(combine_op, *tensors, *how)
+        return x, None if given.reduce_weights is None else reduced
 
-    def along(self, call: Request) -> tuple[list[Tensor], int, list[int]]:
+    def along(
+        self, plan: Plan, spec: Spec, mode: Quantize | None = None
+    ) -> tuple[list[Tensor], int, list[int]]:
         """The plan, the object, and the ``Spec`` with how rows are cast behind it, if they are."""
-        cast = [] if call.mode is None else [call.mode.value]
-        return list(call.plan), self.number, [*_numbers(call.spec), *cast]
+        cast = [] if mode is None else [mode.value]
+        return list(plan), self.number, [*_numbers(spec), *cast]

@@ -70,7 +70,7 @@ def dequantizer(
         if not transforms.is_tracked(sent):
             return dequantized(data, scales, dtype).view(shape)
         if transforms.by_operator(sent):
-            how = ops.Operators(calls.number).along(call)
+            how = ops.Operators(calls.number).along(plan, spec)
             return _dequantize_op(sent, data, scales, *how, dtype).view(shape)
         return _Dequantize.apply(sent, data, scales, call, dtype).view(shape)  # pyright: ignore
 

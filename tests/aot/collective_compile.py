@@ -19,6 +19,7 @@ import torch
 
 from nvlink_compile import facts_of_launch
 from tokenyard.config import Config
+from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.collective_launches import Launches
 from tokenyard.formats import quantize, row_of
 from tokenyard.handle import Plan, Spec
@@ -77,7 +78,7 @@ def record(ranks: int) -> None:
             for payload, what, mode in kinds:
                 words[:] = [layout.name, "exact" if exact else "static", what, f"of {ranks} ranks"]
                 spec = Spec(layout=layout, exact=exact)
-                given = launches.given(payload, idx, weights, spec, mode)
+                given = launches.given(DispatchArguments(payload, idx, weights, spec, mode))
                 row = row_of(payload, mode)
                 launches.pack_again(payload, row, mode, plan, torch.empty(0, row.row_bytes))
                 recv = torch.empty(1, given.kind.row.row_bytes, dtype=torch.uint8)

@@ -23,6 +23,7 @@ import nvlink_compile
 from low_latency_mutations import planted
 from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
 from tokenyard.config import Config
+from tokenyard.engines.base import CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import low_latency_tuning
@@ -96,27 +97,21 @@ def record(
         return call(*args, **options)
 
     for mode in (None, *Quantize):
-        run(f"{mode and mode.name}", engine.dispatch, Payload(x, None), idx, weights, major, mode)
+        run(
+            f"{mode and mode.name}",
+            engine.dispatch,
+            DispatchArguments(Payload(x, None), idx, weights, major, mode),
+        )
     options = CallOptions(waits=waits, loads=torch.zeros(EXPERTS // RANKS, dtype=torch.int64))
     run(
         "options",
         engine.dispatch,
-        Payload(x, None),
-        idx,
-        weights,
-        major,
-        Quantize.FP8,
-        options=options,
+        DispatchArguments(Payload(x, None), idx, weights, major, Quantize.FP8, options=options),
     )
     hook = run(
         "hook send",
         engine.dispatch,
-        Payload(x, None),
-        idx.int(),
-        None,
-        major,
-        Quantize.FP8,
-        in_two=True,
+        DispatchArguments(Payload(x, None), idx.int(), None, major, Quantize.FP8, in_two=True),
     )
     _, plan, _ = run("hook receive", hook)
     columns = CallOptions(
@@ -124,25 +119,45 @@ def record(
     )
     sent = Payload(x, None), idx.int(), None, padded
     for mode in (Quantize.FP8, Quantize.FP8_UE8M0):
-        run(f"{mode.name} by column", engine.dispatch, *sent, mode, options=columns)
-    hook = run("hook send", engine.dispatch, *sent, Quantize.FP8, options=columns, in_two=True)
+        run(
+            f"{mode.name} by column",
+            engine.dispatch,
+            DispatchArguments(*sent, mode, options=columns),
+        )
+    hook = run(
+        "hook send",
+        engine.dispatch,
+        DispatchArguments(*sent, Quantize.FP8, options=columns, in_two=True),
+    )
     run("FP8 by column, hook receive", hook)
     rows, by_rows = x.expand(1, HIDDEN), torch.zeros(1)
-    run("plain", engine.combine, rows, plan, padded)
-    run("float16, two biases", engine.combine, rows.half(), plan, padded, bias=(x, x.float()))
-    run("weighted", engine.combine, rows, plan, padded, weights=by_rows, options=timed)
-    run("weighted by the owner", engine.combine, rows, plan, padded, weights=weights)
-    hook = run("hook send", engine.combine, rows, plan, padded, weights=weights, in_two=True)
+    run("plain", engine.combine, CombineArguments(rows, plan, padded))
+    run(
+        "float16, two biases",
+        engine.combine,
+        CombineArguments(rows.half(), plan, padded, bias=(x, x.float())),
+    )
+    run(
+        "weighted",
+        engine.combine,
+        CombineArguments(rows, plan, padded, weights=by_rows, options=timed),
+    )
+    run(
+        "weighted by the owner",
+        engine.combine,
+        CombineArguments(rows, plan, padded, weights=weights),
+    )
+    hook = run(
+        "hook send",
+        engine.combine,
+        CombineArguments(rows, plan, padded, weights=weights, in_two=True),
+    )
     run("hook receive", hook)
     lost = CallOptions(lost_weights=torch.zeros(1))
     run(
         "weighted by the owner, lost",
         engine.combine,
-        rows,
-        plan,
-        major,
-        weights=weights,
-        options=lost,
+        CombineArguments(rows, plan, major, weights=weights, options=lost),
     )
     return memory.launches, memory.num_bytes
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nvlink_mutations import planted
 from tokenyard.config import Config
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.peer_choice import choose_peer
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
@@ -169,53 +170,65 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
                 *((plain, mode.name, mode) for mode in modes),
             ):
                 label(name, "fresh", what)
-                _, plan, _ = engine.dispatch(payload, idx, weights, spec, mode)
+                _, plan, _ = engine.dispatch(DispatchArguments(payload, idx, weights, spec, mode))
                 label(name, "cached", what)
-                engine.redispatch(payload, plan, spec, mode=mode)
+                engine.redispatch(CachedArguments(payload, plan, spec, mode=mode))
                 if layout is Layout.FLAT and exact:
                     label(name, "fresh in place", what)
-                    _, plan, _ = engine.dispatch(payload, idx, weights, spec, mode, in_place=True)
+                    _, plan, _ = engine.dispatch(
+                        DispatchArguments(payload, idx, weights, spec, mode, in_place=True)
+                    )
                     label(name, "cached in place", what)
-                    engine.redispatch(payload, plan, spec, mode=mode, in_place=True)
+                    engine.redispatch(
+                        CachedArguments(payload, plan, spec, mode=mode, in_place=True)
+                    )
             rows = torch.empty(1, HIDDEN, dtype=torch.bfloat16)
             label(name, "back")
-            engine.combine(rows, plan, spec)
+            engine.combine(CombineArguments(rows, plan, spec))
             in_place = layout is Layout.FLAT and exact
             if in_place:
                 label(name, "back in place")
-                engine.combine(rows, plan, spec, in_place=True)
+                engine.combine(CombineArguments(rows, plan, spec, in_place=True))
             if few:
                 continue
             if in_place:
                 label(name, "back in place float32")
-                engine.combine(rows.float(), plan, spec, in_place=True)
+                engine.combine(CombineArguments(rows.float(), plan, spec, in_place=True))
                 label(name, "back in place with two biases")
-                engine.combine(rows, plan, spec, in_place=True, bias=(plain.x, plain.x.float()))
+                engine.combine(
+                    CombineArguments(
+                        rows, plan, spec, in_place=True, bias=(plain.x, plain.x.float())
+                    )
+                )
             label(name, "back float32")
-            engine.combine(rows.float(), plan, spec)
+            engine.combine(CombineArguments(rows.float(), plan, spec))
             label(name, "back with two biases")
-            engine.combine(rows, plan, spec, bias=(plain.x, plain.x.float()))
+            engine.combine(CombineArguments(rows, plan, spec, bias=(plain.x, plain.x.float())))
             if layout is Layout.FLAT:
                 label(name, "back reducing weights")
-                engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+                engine.combine(
+                    CombineArguments(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+                )
             else:
                 label(name, "back weighted")
-                engine.combine(rows, plan, spec, weights=torch.empty(1))
+                engine.combine(CombineArguments(rows, plan, spec, weights=torch.empty(1)))
     pushing = make(config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20)
     for layout in () if few else Layout:
         spec = Spec(layout=layout, exact=True)
-        _, plan, _ = pushing.dispatch(plain, idx, weights, spec, None)
+        _, plan, _ = pushing.dispatch(DispatchArguments(plain, idx, weights, spec, None))
         label(layout.name, "pushed back")
-        pushing.combine(rows, plan, spec)
+        pushing.combine(CombineArguments(rows, plan, spec))
         if layout is Layout.FLAT:
             label(layout.name, "pushed back reducing weights")
-            pushing.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+            pushing.combine(CombineArguments(rows, plan, spec, reduce_weights=torch.empty(1, TOP)))
         else:
             label(layout.name, "pushed back weighted")
-            pushing.combine(rows, plan, spec, weights=torch.empty(1))
+            pushing.combine(CombineArguments(rows, plan, spec, weights=torch.empty(1)))
     if not few:
         label("int32 ids, no weights")
-        engine.dispatch(plain, idx.int(), None, Spec(layout=Layout.FLAT, exact=True), None)
+        engine.dispatch(
+            DispatchArguments(plain, idx.int(), None, Spec(layout=Layout.FLAT, exact=True), None)
+        )
         label("refusal")
         engine.refuse(COMBINE, True, "")
         label("a rank is gone")

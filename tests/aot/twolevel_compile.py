@@ -21,6 +21,7 @@ import torch.distributed as dist
 import nvlink_compile
 from nvlink_compile import EXPERTS, HIDDEN, SMS, TOKENS, TOP, Launch, Recorder, facts_of
 from tokenyard.config import Config
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import peer_tuning
@@ -83,26 +84,30 @@ def record(num_sms: int, network: bool, mapped: bool = False) -> dict[str, Launc
     for layout in (Layout.FLAT,) if network else (Layout.FLAT, Layout.EXPERT_MAJOR):
         spec, rows = Spec(layout=layout, exact=True), torch.empty(1, HIDDEN, dtype=torch.bfloat16)
         memory.label = f"{layout.name} bf16"
-        _, plan, _ = engine.dispatch(plain, idx, weights, spec, None)
-        engine.combine(rows, plan, spec)
+        _, plan, _ = engine.dispatch(DispatchArguments(plain, idx, weights, spec, None))
+        engine.combine(CombineArguments(rows, plan, spec))
         if layout is Layout.FLAT:
-            engine.dispatch(plain, idx, weights, spec, None, in_place=True)
-            engine.combine(rows, plan, spec, in_place=True)
+            engine.dispatch(DispatchArguments(plain, idx, weights, spec, None, in_place=True))
+            engine.combine(CombineArguments(rows, plan, spec, in_place=True))
         if layout is Layout.FLAT and not network:
             memory.label = "FLAT cached bf16"
-            engine.redispatch(plain, plan, spec)
-            engine.redispatch(plain, plan, spec, in_place=True)
+            engine.redispatch(CachedArguments(plain, plan, spec))
+            engine.redispatch(CachedArguments(plain, plan, spec, in_place=True))
             memory.label = "FLAT fp8"
-            engine.dispatch(Payload(cast.data, cast.scales), idx, weights, spec, None)
             engine.dispatch(
-                Payload(cast.data, cast.scales), idx, weights, spec, None, in_place=True
+                DispatchArguments(Payload(cast.data, cast.scales), idx, weights, spec, None)
+            )
+            engine.dispatch(
+                DispatchArguments(
+                    Payload(cast.data, cast.scales), idx, weights, spec, None, in_place=True
+                )
             )
             for mode in (Quantize.FP8, Quantize.MXFP8):  # as long as they differ in code
                 memory.label = f"FLAT cast {mode.name}".removesuffix(" FP8")
-                engine.dispatch(plain, idx, weights, spec, mode)
-                engine.dispatch(plain, idx, weights, spec, mode, in_place=True)
+                engine.dispatch(DispatchArguments(plain, idx, weights, spec, mode))
+                engine.dispatch(DispatchArguments(plain, idx, weights, spec, mode, in_place=True))
             memory.label = "FLAT reducing weights"
-            engine.combine(rows, plan, spec, reduce_weights=torch.empty(1, TOP))
+            engine.combine(CombineArguments(rows, plan, spec, reduce_weights=torch.empty(1, TOP)))
     memory.label = ""
     engine.refuse(COMBINE, True, "")
     return memory.launches
@@ -147,9 +152,11 @@ def narrow_rows() -> Launch:
         Payload(torch.empty(40, 256, dtype=torch.bfloat16), None),
         Spec(layout=Layout.FLAT, exact=True),
     )
-    _, plan, _ = engine.dispatch(plain, torch.zeros(40, 3, dtype=torch.int64), None, spec, None)
+    _, plan, _ = engine.dispatch(
+        DispatchArguments(plain, torch.zeros(40, 3, dtype=torch.int64), None, spec, None)
+    )
     memory.label = "cached"
-    engine.redispatch(plain, plan, spec)
+    engine.redispatch(CachedArguments(plain, plan, spec))
     return memory.launches["two_dispatch_kernel cached"]
 
 

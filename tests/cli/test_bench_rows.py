@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 import tokenyard as ty
 from tokenyard.cli import app, bench
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_baselines import (
+from tokenyard.cli.bench_report import Measurement, line_of, print_report
+from tokenyard.testing import Ranks, checked_calls, distributed_test, timing
+from tokenyard.testing.baselines import (
     FRESH_COPIES,
     KEPT_COPIES,
     PLAIN_EXCHANGE,
     instead_of_combine,
     instead_of_dispatch,
 )
-from tokenyard.cli.bench_report import Measurement, line_of, print_report
-from tokenyard.testing import Ranks, checked_calls, distributed_test, timing
 from tokenyard.testing.cases import (
     NUM_INPUTS,
     Case,

@@ -25,14 +25,15 @@ from tokenyard import launch
 from tokenyard.cli import app, demo, options
 from tokenyard.cli.consoles import bytes_text, seconds_text
 from tokenyard.cli.demo import print_result
-from tokenyard.cli.demo_model import (
+from tokenyard.cli.demo_rank import (
     MoeLayer,
     Options,
+    Part,
     make_weights,
     relative_error,
     results,
+    run_rank,
 )
-from tokenyard.cli.demo_rank import Part, run_rank
 from tokenyard.cli.progress import progress
 
 SHAPE = Options(hidden=8, ffn=12, experts=5, topk=2, seed=3)

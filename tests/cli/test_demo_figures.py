@@ -17,8 +17,7 @@ from rich.console import Console
 
 from tokenyard.cli import demo_rank
 from tokenyard.cli.demo import print_result
-from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import PHASES, Part, Share, run_rank
+from tokenyard.cli.demo_rank import PHASES, Options, Part, Share, run_rank
 from tokenyard.cli.plots import heat_map
 from tokenyard.testing import Ranks, distributed_test
 

@@ -59,22 +59,19 @@ class Answers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def dispatch(
-        self, payload: Any, topk_idx: Any, weights: Any, spec: Any, mode: Any, **options: Any
-    ) -> Any:
-        return self._answer("dispatch", (payload, topk_idx, weights, spec, mode), spec, options)
+    def dispatch(self, given: Any) -> Any:
+        return self._answer("dispatch", given, given.in_two)
 
-    def redispatch(self, payload: Any, plan: Any, spec: Any, **options: Any) -> Any:
-        return self._answer("redispatch", (payload, plan, spec), spec, options)
+    def redispatch(self, given: Any) -> Any:
+        return self._answer("redispatch", given, False)
 
-    def combine(self, rows: Any, plan: Any, spec: Any, **options: Any) -> Any:
-        return self._answer("combine", (rows, plan, spec), spec, options)
+    def combine(self, given: Any) -> Any:
+        return self._answer("combine", given, given.in_two, given.reduce_weights is None)
 
-    def _answer(self, method: str, arguments: Any, spec: Any, options: dict[str, Any]) -> Any:
-        in_two = options.get("in_two", False)
-        key = (method, spec, in_two, options.get("raw"), options.get("reduce_weights") is None)
+    def _answer(self, method: str, given: Any, in_two: bool, *more: bool) -> Any:
+        key = (method, given.spec, in_two, getattr(given, "raw", False), *more)
         if key not in self._known:
-            result = getattr(self._real, method)(*arguments, **options)
+            result = getattr(self._real, method)(given)
             self._known[key] = Rest(result) if in_two else result
         return self._known[key]
 

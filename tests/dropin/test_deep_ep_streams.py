@@ -269,7 +269,7 @@ def test_what_calls_read() -> None:
     )
     mask, counts = torch.zeros(2, 2, dtype=torch.bool), torch.zeros(4, dtype=torch.int32)
     stats, waits, blocks = counts[:2], torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8, 2)
-    handle, low = handle_of(), LowLatencyHandle.of(None, None)  # type: ignore[arg-type]
+    handle, low = handle_of(), LowLatencyHandle.around(None, None)  # type: ignore[arg-type]
     config = SimpleNamespace(hidden=2, num_topk=2, num_local_experts=2, padded_rows=8)
     plan = SimpleNamespace(returns=x)
     ep = SimpleNamespace(

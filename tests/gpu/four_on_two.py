@@ -45,10 +45,10 @@ from torch import Tensor
 
 import tokenyard as ty
 from benchmarks.twolevel_calls import GridTruth, rows_across
+from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
+from rank_threads import run_threads
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors
-from tokenyard.memory.one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
-from tokenyard.memory.threads import run_threads
 from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology

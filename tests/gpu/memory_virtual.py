@@ -16,9 +16,9 @@ from torch import Tensor
 
 from memory_calls import launch
 from memory_kernels import REGION_BYTES, everybody, multiply_add
+from one_gpu import VirtualGroup, VirtualMemory, run_virtual_ranks
+from rank_threads import ThreadsFailed
 from tokenyard.kernels.sync import PEER, RANK, SEEN, STATE_WORDS, STATUS, STATUS_WORDS, TIMEOUT_NS
-from tokenyard.memory.one_gpu import VirtualGroup, VirtualMemory, run_virtual_ranks
-from tokenyard.memory.threads import ThreadsFailed
 
 EPOCHS, LANES = 40, 16
 SCENARIOS: dict[str, tuple[int, Callable[[VirtualGroup], Any]]] = {}

@@ -14,8 +14,8 @@ import torch
 
 import tokenyard as ty
 from cases import check_combined, check_received, rows_to_combine
+from one_gpu import VirtualGroup, run_virtual_ranks
 from recovering import Left
-from tokenyard.memory.one_gpu import VirtualGroup, run_virtual_ranks
 
 RANKS, VICTIM = 4, 2
 TOKENS, HIDDEN = 200, 512

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from one_gpu import ENVIRONMENT
 from run import command
-from tokenyard.memory.one_gpu import ENVIRONMENT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from cases import Case, dispatch, skip_without_gpus
+from one_gpu import ENVIRONMENT
 from recovering import ten_good_calls
 from run import command
-from tokenyard.memory.one_gpu import ENVIRONMENT
 from tokenyard.testing import Ranks, distributed_test
 from tokenyard.testing.decorators import DEVICE_VARIABLE
 

@@ -15,7 +15,7 @@ import torch
 
 import tokenyard as ty
 from cases import Case
-from tokenyard.memory.one_gpu import VirtualGroup, run_virtual_ranks
+from one_gpu import VirtualGroup, run_virtual_ranks
 
 RANKS, LATE = 4, 1
 TOKENS, HIDDEN = 64, 512

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from one_gpu import ENVIRONMENT, run_virtual_ranks, virtual_environment
+from rank_threads import Gate, ThreadsFailed, run_threads
 from tokenyard.errors import PeerLost, PeerTimeout
 from tokenyard.memory.meeting import Meeting, check_sizes
-from tokenyard.memory.one_gpu import ENVIRONMENT, run_virtual_ranks, virtual_environment
-from tokenyard.memory.threads import Gate, ThreadsFailed, run_threads
 
 
 def together(world_size: int, body: Callable[[int, Gate], Any], timeout: float = 20.0) -> list[Any]:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from nvlink_pool import without_devices
+from rank_threads import run_threads
 from tokenyard.config import Config
 from tokenyard.engines import select
 from tokenyard.memory import cuda, nvshmem, preflight
 from tokenyard.memory.preflight import Report, Unreachable
-from tokenyard.memory.threads import run_threads
 from tokenyard.testing import Ranks, distributed_test
 
 PAIRS = "; ".join(

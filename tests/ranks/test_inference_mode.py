@@ -15,12 +15,13 @@ from cases import Case, dispatch
 from test_dispatch_combine import ENGINES, layouts, shapes
 from test_gradients import Layer, check_grads, loss
 from tokenyard.config import Config
+from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.group_transport import GroupTransport
 from tokenyard.engines.outputs import Outputs
 from tokenyard.engines.signatures import signature_of
 from tokenyard.handle import Spec
-from tokenyard.header import DISPATCH
+from tokenyard.header import DISPATCH, CallKind
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import Ranks, assert_close, distributed_test
@@ -107,7 +108,7 @@ def test_a_bad_id_is_remembered_in_either_mode(ranks: Ranks, first: str) -> None
         (False, good),
     ):
         with torch.inference_mode() if inside else nullcontext():
-            engine.dispatch(Payload(x, None), idx, None, FLAT, None)
+            engine.dispatch(DispatchArguments(Payload(x, None), idx, None, FLAT, None))
     with pytest.raises(ValueError, match=r"topk_idx\[1, 0\] is 7"):
         engine.check()
     engine.check()
@@ -118,9 +119,7 @@ def test_tables_made_ahead_are_of_the_mode_of_their_call() -> None:
     config = config_of(0, 1)
     payload = Payload(torch.ones(2, 8), None)
     spec = Spec(layout=ty.Layout.FLAT, exact=True)
-    signature = signature_of(
-        DISPATCH, payload, spec, None, config, weighted=True, scaled=False, in_place=False
-    )
+    signature = signature_of(CallKind(DISPATCH, payload, spec, None, True), config)
     outputs = Outputs(config, torch.device("cpu"))
     for made_inside in (True, False):
         for used_inside in (True, False):

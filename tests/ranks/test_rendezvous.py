@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from bad_input import assert_works, check, error_of, make, meet
+from rank_threads import run_threads
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout
 from tokenyard.memory.meeting import Round, wait_for
 from tokenyard.memory.store import CooperativeStore
-from tokenyard.memory.threads import run_threads
 from tokenyard.rendezvous import agree
 from tokenyard.testing import Ranks, distributed_test
 

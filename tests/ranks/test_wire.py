@@ -201,7 +201,9 @@ def told(**changes: Any) -> dict[str, int]:
         "routing": 77,
         "scaled": False,
     }
-    return asdict(head.fingerprint_of(**{**plain, **changes}))
+    given = {**plain, **changes}
+    call, routing = given.pop("call"), given.pop("routing")
+    return asdict(head.fingerprint_of(head.CallKind(**given), call, routing))
 
 
 TOLD: dict[str, tuple[int, dict[str, Any]]] = {

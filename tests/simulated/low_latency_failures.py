@@ -21,6 +21,7 @@ from low_latency_cases import PADDED, Scenario
 from low_latency_mutations import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached
 from tokenyard import reference
+from tokenyard.engines.base import CombineArguments
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
@@ -202,7 +203,9 @@ def sum_up(
         given["weights"] = 2 * case.picks[mine.rank][1]
     rows = rows_for(recv, case, mine.rank).flatten(0, -2)
     return mine.call(
-        in_two, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given
+        in_two,
+        mine.engine.combine,
+        CombineArguments(rows, recv.handle.plan, recv.handle.spec, **given),
     )[0]
 
 

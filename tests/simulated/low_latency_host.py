@@ -23,6 +23,7 @@ from tokenyard import deep_ep
 from tokenyard.calls import Calls, DispatchRequest
 from tokenyard.config import Config
 from tokenyard.deep_ep import decode
+from tokenyard.engines.base import CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning
@@ -119,7 +120,7 @@ def few_operations() -> None:
     )
 
     def dispatch(*arguments: Any, **options: Any) -> Any:
-        return engine.dispatch(Payload(x, None), *arguments, **options)
+        return engine.dispatch(DispatchArguments(Payload(x, None), *arguments, **options))
 
     columns = CallOptions(scales_by_column=True)
     _, plan, _ = dispatch(idx, None, padded, Quantize.FP8)
@@ -130,8 +131,8 @@ def few_operations() -> None:
         (7, lambda: dispatch(idx, weights, major, None)),
         (7, lambda: dispatch(idx, None, padded, Quantize.FP8, in_two=True)()),
         (6, lambda: dispatch(idx, None, padded, Quantize.FP8, options=columns)),
-        (0, lambda: engine.combine(rows, plan, padded, weights=weights)),
-        (0, lambda: engine.combine(rows, plan, padded, bias=(x,), in_two=True)()),
+        (0, lambda: engine.combine(CombineArguments(rows, plan, padded, weights=weights))),
+        (0, lambda: engine.combine(CombineArguments(rows, plan, padded, bias=(x,), in_two=True))()),
     ]
     for tensors, call in calls:
         call()
@@ -162,13 +163,15 @@ def shapes_and_numbers() -> None:
         (Quantize.FP8, (2 * RANKS * TOKENS, 1, RANKS * TOKENS)),
         (Quantize.FP8_UE8M0, (RANKS * TOKENS, 1, 1)),
     ):
-        rows, _, _ = engine.dispatch(Payload(x, None), idx, None, padded, mode, options=columns)
+        rows, _, _ = engine.dispatch(
+            DispatchArguments(Payload(x, None), idx, None, padded, mode, options=columns)
+        )
         assert rows.scales.stride() == strides
     for inference in (True, False):
         for spec, shape in ((padded, (LOCAL, RANKS * TOKENS)), (none, (0,))):
             with torch.inference_mode(inference):
                 rows, plan, arrived = engine.dispatch(
-                    Payload(x, None), idx, None, spec, Quantize.FP8_UE8M0
+                    DispatchArguments(Payload(x, None), idx, None, spec, Quantize.FP8_UE8M0)
                 )
             assert rows.x.shape == (*shape, HIDDEN) and rows.scales.shape == (*shape, 1)
             assert arrived.source.shape == shape and rows.scales.dtype == torch.int32

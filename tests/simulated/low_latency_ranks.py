@@ -27,6 +27,7 @@ from low_latency_mutations import MUTATIONS, planted
 from nvlink_cases import payload_of, spec_of
 from simulated_tensors import OwnTensors
 from tokenyard import reference
+from tokenyard.engines.base import CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle
@@ -89,13 +90,13 @@ class RankRun:
                 self.config, ranks.memory, stats, scenario.tuning, scenario.buffer_bytes
             )
 
-    def call(self, in_two: bool, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def call(self, in_two: bool, method: Callable[..., Any], given: Any) -> Any:
         """Call the engine, in one launch or in two, then see that nothing went wrong on
         the device.
         """
-        self.own.adopt(args, options)
+        self.own.adopt(given)
         with self.own:
-            result = method(*args, **options, in_two=in_two)
+            result = method(given._replace(in_two=in_two))
             if in_two:
                 self.between()
                 result = result()
@@ -145,12 +146,9 @@ class RankRun:
         rows, plan, arrived = self.call(
             in_two,
             self.engine.dispatch,
-            payload,
-            idx,
-            weights if weighted else None,
-            spec,
-            case.quantize,
-            **given,
+            DispatchArguments(
+                payload, idx, weights if weighted else None, spec, case.quantize, **given
+            ),
         )
         handle = Handle(
             owner=0,
@@ -187,7 +185,7 @@ class RankRun:
         if case.seed % 2:
             given["out"] = torch.empty(len(case.picks[self.rank][0]), case.hidden, dtype=rows.dtype)
         plan, spec = recv.handle.plan, recv.handle.spec
-        got, _ = self.call(in_two, self.engine.combine, rows, plan, spec, **given)
+        got, _ = self.call(in_two, self.engine.combine, CombineArguments(rows, plan, spec, **given))
         assert "out" not in given or got is given["out"]
         return got
 

@@ -30,6 +30,7 @@ from nvlink_cases import (
 )
 from nvlink_mutations import planted
 from nvlink_ranks import MOST_STEPS, RankRun
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.errors import PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.kernels.sync import TIMEOUT_NS
@@ -119,7 +120,9 @@ def hurried(seed: int) -> list[bool]:
         mine.own.adopt((payload, idx, weights, spec, None), {})
         try:
             with mine.own:
-                _, _, arrived = mine.engine.dispatch(payload, idx, weights, spec, None)
+                _, _, arrived = mine.engine.dispatch(
+                    DispatchArguments(payload, idx, weights, spec, None)
+                )
         except PeerTimeout:
             return False
         finally:
@@ -186,12 +189,14 @@ def queued(
                         memory.wait_until(lambda: False, 60.0)
                     break
                 if op == COMBINE:
-                    engine.combine(rows, plan, spec)
+                    engine.combine(CombineArguments(rows, plan, spec))
                 elif op == CACHED:
-                    engine.redispatch(payload, plan, spec)
+                    engine.redispatch(CachedArguments(payload, plan, spec))
                 else:
                     engine.dispatch(
-                        payload, *case.picks[mine.rank], replace(spec, exact=False), None
+                        DispatchArguments(
+                            payload, *case.picks[mine.rank], replace(spec, exact=False), None
+                        )
                     )
             settle()
             engine.check()
@@ -308,11 +313,9 @@ def impossible_counts(exact: bool, seed: int) -> list[Ending | None]:
         everywhere = torch.arange(3).expand(6, 3).contiguous()
         mine.call(
             mine.engine.dispatch,
-            payload_of(more, FAILED_RANK),
-            everywhere,
-            torch.ones(6, 3),
-            spec_of(case),
-            None,
+            DispatchArguments(
+                payload_of(more, FAILED_RANK), everywhere, torch.ones(6, 3), spec_of(case), None
+            ),
         )
 
     with planted("a row too many" if exact else ""):
@@ -336,7 +339,8 @@ def bad_index(exact: bool, seed: int) -> list[Ending | None]:
         wrong: Exception | None = None
         try:
             mine.call(
-                mine.engine.dispatch, payload_of(case, mine.rank), idx, weights, spec_of(case), None
+                mine.engine.dispatch,
+                DispatchArguments(payload_of(case, mine.rank), idx, weights, spec_of(case), None),
             )
         except (ValueError, RuntimeError) as error:
             wrong = error

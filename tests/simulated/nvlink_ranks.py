@@ -40,6 +40,7 @@ from nvlink_cases import (
 from nvlink_mutations import MUTATIONS, planted
 from simulated_tensors import OwnTensors
 from tokenyard import reference
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.engines.rings import meta_words, row_layout_of
@@ -159,7 +160,8 @@ class RankRun:
         idx, weights = case.picks[self.rank]
         payload, spec = payload_of(case, self.rank), spec_of(case)
         found = self.call(
-            self.engine.dispatch, payload, idx, weights, spec, case.quantize, in_place=in_place
+            self.engine.dispatch,
+            DispatchArguments(payload, idx, weights, spec, case.quantize, in_place=in_place),
         )
         return self._received(case, *found)
 
@@ -175,7 +177,8 @@ class RankRun:
         plan, arrived = recv.handle.plan, recv.handle.arrived
         payload, spec = payload_of(case, self.rank), spec_of(case)
         rows = self.call(
-            self.engine.redispatch, payload, plan, spec, mode=case.quantize, in_place=in_place
+            self.engine.redispatch,
+            CachedArguments(payload, plan, spec, mode=case.quantize, in_place=in_place),
         )
         return self._received(case, rows, plan, arrived)
 
@@ -204,7 +207,10 @@ class RankRun:
     def combine(
         self, rows: Tensor, recv: ty.Received, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        return self.call(self.engine.combine, rows, recv.handle.plan, recv.handle.spec, **options)
+        return self.call(
+            self.engine.combine,
+            CombineArguments(rows, recv.handle.plan, recv.handle.spec, **options),
+        )
 
     def refuse(self, case: Case, refuser: int) -> None:
         """One rank refuses an exact dispatch: everybody learns it, and the object goes on."""
@@ -275,7 +281,9 @@ class RankRun:
         """Weights given at the owner, brought to the rows."""
         plan = recv.handle.plan
         merged = Payload(merge_weights(weights, plan.first_pick), None)
-        there = self.call(self.engine.redispatch, merged, plan, recv.handle.spec, raw=True)
+        there = self.call(
+            self.engine.redispatch, CachedArguments(merged, plan, recv.handle.spec, raw=True)
+        )
         return weights_of_rows(there.x, plan.slots, plan.picks, recv.handle.num_rows)
 
     def _raw(self, recv: ty.Received, case: Case) -> None:
@@ -284,13 +292,14 @@ class RankRun:
         flat = known(replace(case, layout=FLAT, expert_alignment=1, quantize=None))
         want, rows = flat.expected[self.rank].x, flat.expert_rows[self.rank]
         there = self.call(
-            self.engine.redispatch, payload_of(case, self.rank), plan, spec, raw=True
+            self.engine.redispatch,
+            CachedArguments(payload_of(case, self.rank), plan, spec, raw=True),
         ).x
         assert_same_bits(there[: len(want)], want, what="raw rows", rank=self.rank)
         assert not there[len(want) :].float().any(), "rows without a source are zeros"
         back = torch.full((there.shape[0], case.hidden), float("nan"), dtype=rows.dtype)
         back[: len(rows)] = rows
-        got, _ = self.call(self.engine.combine, back, plan, spec, raw=True)
+        got, _ = self.call(self.engine.combine, CombineArguments(back, plan, spec, raw=True))
         check_combined(
             got, case, self.rank, combined(flat, "plain", self.per_node)[self.rank].x, "raw"
         )

@@ -15,7 +15,7 @@ from tokenyard.config import Config
 from tokenyard.engines.outputs import Outputs
 from tokenyard.engines.signatures import Signature, signature_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import DISPATCH
+from tokenyard.header import DISPATCH, CallKind
 from tokenyard.rows import Payload
 
 RANKS, EXPERTS, TOP, MOST, HIDDEN, TOKENS = 2, 6, 3, 5, 64, 4
@@ -37,9 +37,7 @@ SPECS = {
 
 def _signature(spec: Spec, *, weighted: bool) -> Signature:
     payload = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return signature_of(
-        DISPATCH, payload, spec, None, CONFIG, weighted=weighted, scaled=False, in_place=False
-    )
+    return signature_of(CallKind(DISPATCH, payload, spec, None, weighted), CONFIG)
 
 
 def _rows(spec: Spec) -> int:

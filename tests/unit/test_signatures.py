@@ -15,7 +15,7 @@ import torch
 
 from tokenyard.config import Config
 from tokenyard.handle import Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
@@ -64,12 +64,8 @@ def test_what_is_kept_is_what_would_be_made() -> None:
     calls = [*product((DISPATCH, CACHED, COMBINE), PAYLOADS, SPECS, (None, *Quantize), flags)]
     random.Random(0).shuffle(calls)
     for op, given, spec, mode, (weighted, scaled, in_place) in calls * 2:
-        payload, options = (
-            payload_of(*given),
-            {"weighted": weighted, "scaled": scaled, "in_place": in_place},
-        )
-        kept = RingEngine._signature(engine, op, payload, spec, mode, **options)
-        want = signature_of(op, payload, spec, mode, CONFIG, **options)
+        kind = CallKind(op, payload_of(*given), spec, mode, weighted, scaled, in_place)
+        kept, want = RingEngine._signature(engine, kind), signature_of(kind, CONFIG)
         want.fingerprint.call = kept.fingerprint.call
         for name in (
             "fingerprint",
@@ -81,23 +77,9 @@ def test_what_is_kept_is_what_would_be_made() -> None:
             "mode",
             "spec",
         ):
-            assert getattr(kept, name) == getattr(want, name), (
-                name,
-                op,
-                given,
-                spec,
-                mode,
-                options,
-            )
+            assert getattr(kept, name) == getattr(want, name), (name, kind)
         for name in ("experts", "padding", "holes", "width"):
-            assert getattr(kept, name) == getattr(want, name), (
-                name,
-                op,
-                given,
-                spec,
-                mode,
-                options,
-            )
+            assert getattr(kept, name) == getattr(want, name), (name, kind)
         assert begun[-1] == (kept.fingerprint, kept.tag)
     assert len(engine._signatures) == len(calls)
     assert engine._calls == 2 * len(calls)

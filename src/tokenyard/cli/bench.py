@@ -14,7 +14,6 @@ from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import (
@@ -29,6 +28,7 @@ from tokenyard.cli.options import (
 )
 from tokenyard.cli.progress import Counter, advance, on_all_ranks, progress
 from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
 from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
 from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved

@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 
 import tokenyard
-from tokenyard.cli.bench_baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
 from tokenyard.cli.consoles import print_tables
+from tokenyard.testing.baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
 from tokenyard.testing.cases import Case, mean_busiest
 from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Call
 from tokenyard.testing.timing import Series, Stats, summarise

@@ -21,8 +21,7 @@ from tokenyard.cli.consoles import (
     print_tables,
     seconds_text,
 )
-from tokenyard.cli.demo_model import Options
-from tokenyard.cli.demo_rank import Part, run_rank
+from tokenyard.cli.demo_rank import Options, Part, run_rank
 from tokenyard.cli.options import (
     bad,
     check_device,

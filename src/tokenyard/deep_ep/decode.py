@@ -194,7 +194,7 @@ def dispatch(
         seen, hook = recv.ahead, recv.wait
         seen.wait()  # sooner than by reading
     rows = seen.x if mode is None else (seen.x, seen.scales)
-    return rows, seen.tokens_per_expert, LowLatencyHandle.of(ep, seen.handle), hook
+    return rows, seen.tokens_per_expert, LowLatencyHandle.around(ep, seen.handle), hook
 
 
 def _dispatch_elsewhere(
@@ -213,7 +213,7 @@ def _dispatch_elsewhere(
     if waits is not None:
         _add_waits(ep, waits)
     rows = recv.x if scales is None else (recv.x, by_column(scales))
-    return rows, counts, LowLatencyHandle.of(ep, recv.handle)
+    return rows, counts, LowLatencyHandle.around(ep, recv.handle)
 
 
 def combine(

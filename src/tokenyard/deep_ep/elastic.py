@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.helpers.missing import missing_call
 from tokenyard.errors import NotSupported
 
 Event = EventHandle | EventOverlap | None
@@ -24,16 +25,6 @@ class EPHandle(CoreHandle):
     """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`."""
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
-
-
-def _missing(name: str, what: str) -> Callable[..., NoReturn]:
-    """A method of DeepEP that has no counterpart here."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotSupported(f"ElasticBuffer.{name}() is {what}, which is not offered here")
-
-    refuse.__name__, refuse.__doc__ = name, f"Not offered: {what}. Raises ``NotSupported``."
-    return refuse
 
 
 class ElasticBuffer(CoreBuffer):
@@ -85,25 +76,12 @@ class ElasticBuffer(CoreBuffer):
         num_allocated_qps: int = 0,
         **rest: Any,
     ) -> None:
-        flags = {
-            "use_fp8_dispatch": use_fp8_dispatch,
-            "deterministic": deterministic,
-            "allow_hybrid_mode": allow_hybrid_mode,
-            "allow_multiple_reduction": allow_multiple_reduction,
-            "prefer_overlap_with_compute": prefer_overlap_with_compute,
-        }
-        more = {
-            "num_cpu_bytes": num_cpu_bytes,
-            "sl_idx": sl_idx,
-            "num_allocated_qps": num_allocated_qps,
-        }
-        more |= rest_of("ElasticBuffer", rest, PATIENCE)
-        sizing = Sizing(num_bytes, num_max_tokens_per_rank, hidden, num_topk)
-        super().__init__(group, sizing, flags, more)
+        given = dict(locals())  # all of them, by name
+        super().__init__(group, given | rest_of("ElasticBuffer", rest, PATIENCE))
 
-    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-        super()._settle(sizing, flags, more)
-        if num_bytes := inputs.whole("num_cpu_bytes", more["num_cpu_bytes"], most=MOST_BYTES):
+    def _settle(self, given: Mapping[str, Any]) -> None:
+        super()._settle(given)
+        if num_bytes := inputs.whole("num_cpu_bytes", given["num_cpu_bytes"], most=MOST_BYTES):
             raise NotSupported(
                 f"num_cpu_bytes ({num_bytes}) is memory for Engram, which is not offered here: "
                 f"leave it out"
@@ -207,28 +185,22 @@ class ElasticBuffer(CoreBuffer):
         when = previous_event, previous_event_before_epilogue, *later
         return self._combine(x, handle, topk_weights, bias, (num_sms, num_qps), when)
 
-    # What has no counterpart
 
-    get_engram_storage_size_hint = staticmethod(
-        _missing("get_engram_storage_size_hint", "of Engram storage")
-    )
-    engram_write = _missing("engram_write", "of Engram storage")
-    engram_fetch = _missing("engram_fetch", "of Engram storage")
-    get_pp_buffer_size_hint = staticmethod(
-        _missing("get_pp_buffer_size_hint", "of pipeline parallelism")
-    )
-    pp_set_config = _missing("pp_set_config", "of pipeline parallelism")
-    pp_send = _missing("pp_send", "of pipeline parallelism")
-    pp_recv = _missing("pp_recv", "of pipeline parallelism")
-    get_agrs_num_max_session_bytes = staticmethod(
-        _missing("get_agrs_num_max_session_bytes", "of all-gather sessions")
-    )
-    get_agrs_buffer_size_hint = staticmethod(
-        _missing("get_agrs_buffer_size_hint", "of all-gather sessions")
-    )
-    create_agrs_session = _missing("create_agrs_session", "of all-gather sessions")
-    destroy_agrs_session = _missing("destroy_agrs_session", "of all-gather sessions")
-    agrs_new_session = _missing("agrs_new_session", "of all-gather sessions")
-    agrs_set_config = _missing("agrs_set_config", "of all-gather sessions")
-    agrs_get_inplace_tensor = _missing("agrs_get_inplace_tensor", "of all-gather sessions")
-    all_gather = _missing("all_gather", "of all-gather sessions")
+_NO_COUNTERPART = {
+    "of Engram storage": ("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
+    "of pipeline parallelism": ("get_pp_buffer_size_hint", "pp_set_config", "pp_send", "pp_recv"),
+    "of all-gather sessions": (
+        "get_agrs_num_max_session_bytes",
+        "get_agrs_buffer_size_hint",
+        "create_agrs_session",
+        "destroy_agrs_session",
+        "agrs_new_session",
+        "agrs_set_config",
+        "agrs_get_inplace_tensor",
+        "all_gather",
+    ),
+}
+for _what, _names in _NO_COUNTERPART.items():
+    for _name in _names:
+        _why = f"{_what}, which is not offered here"
+        setattr(ElasticBuffer, _name, staticmethod(missing_call(f"ElasticBuffer.{_name}", _why)))

@@ -5,7 +5,7 @@ objects.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,13 +46,14 @@ PATIENCE: dict[str, Any] = {
 """The last arguments of a constructor."""
 
 
-class Sizing(NamedTuple):
-    """How a buffer is sized: by bytes, or by what it is for."""
-
-    num_bytes: Any
-    num_max_tokens_per_rank: Any
-    hidden: Any
-    num_topk: Any
+FLAGS = (
+    "use_fp8_dispatch",
+    "deterministic",
+    "allow_hybrid_mode",
+    "allow_multiple_reduction",
+    "prefer_overlap_with_compute",
+)
+"""Arguments of a constructor that are on or off."""
 
 
 class CoreBuffer:
@@ -63,14 +64,8 @@ class CoreBuffer:
     _sms_together: ClassVar[int] = 1
     _estimate: ClassVar[elastic_facts.Estimate] = elastic_facts.V2_1
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        sizing: Sizing,
-        flags: Mapping[str, Any],
-        more: Mapping[str, Any],
-    ) -> None:
-        """``flags``: attributes that are on or off; ``more``: arguments of other kinds."""
+    def __init__(self, group: dist.ProcessGroup, given: Mapping[str, Any]) -> None:
+        """``given``: all arguments by name."""
         name = type(self).__name__
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -85,7 +80,7 @@ class CoreBuffer:
         }
         refusal: ValueError | NotSupported | None = None
         try:
-            self._settle(sizing, flags, more)
+            self._settle(given)
         except (ValueError, NotSupported) as error:
             refusal = error
         try:
@@ -109,16 +104,14 @@ class CoreBuffer:
         self._natives = Natives(group, self.rank_idx, self.num_ranks, rings, timeout=self._timeout)
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
-    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    def _settle(self, given: Mapping[str, Any]) -> None:
         """Look at all arguments, and keep them."""
         self._timeout = 0.0  # what a rank says that refuses its own
-        self.num_max_tokens_per_rank = whole(
-            "num_max_tokens_per_rank", sizing.num_max_tokens_per_rank
-        )
-        tokens, hidden = self.num_max_tokens_per_rank, whole("hidden", sizing.hidden)
-        whole("num_topk", sizing.num_topk, 0, MOST_PICKS)
-        if sizing.num_bytes is not None:
-            self.num_bytes = whole("num_bytes", sizing.num_bytes, 0, MOST_BYTES)
+        tokens, hidden = (whole(n, given[n]) for n in ("num_max_tokens_per_rank", "hidden"))
+        self.num_max_tokens_per_rank = tokens
+        whole("num_topk", given["num_topk"], 0, MOST_PICKS)
+        if given["num_bytes"] is not None:
+            self.num_bytes = whole("num_bytes", given["num_bytes"], 0, MOST_BYTES)
             hidden = 0  # nothing depends on it then
         elif tokens and hidden:
             self.num_bytes = elastic_facts.size_hint(self.num_ranks, tokens, hidden, 0)
@@ -127,8 +120,8 @@ class CoreBuffer:
                 f"num_bytes (None), num_max_tokens_per_rank ({tokens}) and hidden ({hidden}): give "
                 f"num_bytes, or both of the others"
             )
-        for name, value in flags.items():
-            setattr(self, name, flag(name, value))
+        for name in FLAGS:
+            setattr(self, name, flag(name, given[name]))
         # Sizes first: bytes that follow from them are not what a caller gave.
         self._same = {
             "num_max_tokens_per_rank": tokens,
@@ -136,12 +129,12 @@ class CoreBuffer:
             "num_bytes": self.num_bytes,
             "allow_hybrid_mode": self.allow_hybrid_mode,
         }
-        self.explicitly_destroy = flag("explicitly_destroy", more["explicitly_destroy"])
-        if more["sl_idx"] is not None:
-            whole("sl_idx", more["sl_idx"])
+        self.explicitly_destroy = flag("explicitly_destroy", given["explicitly_destroy"])
+        if given["sl_idx"] is not None:
+            whole("sl_idx", given["sl_idx"])
         default = HYBRID_QPS if self.allow_hybrid_mode else DIRECT_QPS
-        self.num_allocated_qps = whole("num_allocated_qps", more["num_allocated_qps"]) or default
-        waits = [whole(name, more[name], 1) for name in list(PATIENCE)[:2]]
+        self.num_allocated_qps = whole("num_allocated_qps", given["num_allocated_qps"]) or default
+        waits = [whole(name, given[name], 1) for name in list(PATIENCE)[:2]]
         self._timeout = check_timeout(timeout_of(max(waits)))
 
     allow_hybrid_mode: bool

@@ -71,14 +71,15 @@ def check_when(when: When) -> tuple[bool, EventOverlap | None]:
     later = flag("async_with_compute_stream", later)
     if previous is None and before_epilogue is None:
         return later, None
-    first = _event("previous_event", previous)
-    second = _event("previous_event_before_epilogue", before_epilogue)
+    first = event_of("previous_event", previous)
+    second = event_of("previous_event_before_epilogue", before_epilogue)
     if second is None:
         return later, None if first is None else EventOverlap(first)
     return later, EventOverlap(Both(first or EventHandle(), second))
 
 
-def _event(name: str, given: Any) -> EventHandle | None:
+def event_of(name: str, given: Any) -> EventHandle | None:
+    """What a call is to wait for."""
     if isinstance(given, EventOverlap):
         return given.event
     if given is not None and not isinstance(given, EventHandle):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
-from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, Sizing
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer
 from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
@@ -21,7 +21,6 @@ from tokenyard.deep_ep.load_balance import LoadBalance
 
 EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
 """The last arguments of a dispatch."""
-_PLAN = "lb_allocation_plan_or_num_bytes"
 
 
 class EPHandle(CoreHandle):
@@ -83,24 +82,13 @@ class EPBuffer(CoreBuffer, LoadBalance):
         num_allocated_qps: int = 0,
         **rest: Any,
     ) -> None:
-        plan = lb_allocation_plan_or_num_bytes
-        flags = {
-            "use_fp8_dispatch": use_fp8_dispatch,
-            "deterministic": deterministic,
-            "allow_hybrid_mode": allow_hybrid_mode,
-            "allow_multiple_reduction": allow_multiple_reduction,
-            "prefer_overlap_with_compute": prefer_overlap_with_compute,
-        }
-        more = {"sl_idx": sl_idx, "num_allocated_qps": num_allocated_qps, _PLAN: plan}
-        more |= rest_of("EPBuffer", rest, PATIENCE)
-        super().__init__(
-            group, Sizing(num_bytes, num_max_tokens_per_rank, hidden, num_topk), flags, more
-        )
-        self._open_load_balance(plan)
+        given = dict(locals())  # all of them, by name
+        super().__init__(group, given | rest_of("EPBuffer", rest, PATIENCE))
+        self._open_load_balance(lb_allocation_plan_or_num_bytes)
 
-    def _settle(self, sizing: Sizing, flags: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-        super()._settle(sizing, flags, more)
-        self.check_plan(more[_PLAN])
+    def _settle(self, given: Mapping[str, Any]) -> None:
+        super()._settle(given)
+        self.check_plan(given["lb_allocation_plan_or_num_bytes"])
 
     def barrier(
         self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True

@@ -62,6 +62,13 @@ class LazyTuple(tuple[Any, ...]):
     _read_on: tuple[Any, ...] = ()
     _items: dict[int, weakref.ref[Tensor]] | None = None
 
+    @classmethod
+    def around(cls, ep: ExpertParallel, native: Handle) -> Any:
+        """One of which the rest is still to be filled in."""
+        handle = tuple.__new__(cls, (None,) * len(cls.makers))
+        handle.ep, handle.native = ep, native
+        return handle
+
     def keep_for(self, stream: Any) -> None:
         """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
         another stream.
@@ -196,8 +203,7 @@ class NormalHandle(LazyTuple):
         num_sms: int,
     ) -> NormalHandle:
         """``in_ranks`` or ``topk_idx`` says where tokens go."""
-        handle = tuple.__new__(cls, (None,) * len(cls.makers))
-        handle.ep, handle.native = ep, native
+        handle = cls.around(ep, native)
         handle._in_ranks, handle._topk_idx, handle._num_sms = in_ranks, topk_idx, num_sms
         return handle
 
@@ -326,12 +332,6 @@ class LowLatencyHandle(LazyTuple):
 
     source = "low_latency_dispatch() of Buffer (DeepEP V1)"
     next_buffer: Tensor | None = None
-
-    @classmethod
-    def of(cls, ep: ExpertParallel, native: Handle) -> LowLatencyHandle:
-        handle = tuple.__new__(cls, (None,) * len(cls.makers))
-        handle.ep, handle.native = ep, native
-        return handle
 
     def packed_recv_src_info(self) -> Tensor:
         config = self.ep.config

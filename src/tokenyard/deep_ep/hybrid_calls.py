@@ -108,18 +108,7 @@ def check_dispatch(
     natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
 ) -> Given:
     """A fresh dispatch."""
-    given = hidden
-    as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
-    if as_bytes:
-        given = hidden.view(BYTES) if hidden.is_contiguous() else hidden.contiguous().view(BYTES)
-    if isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES:
-        if scales is None:
-            raise ValueError(
-                f"scaling_factor is missing: hidden is {hidden.dtype}, and travels with the scales "
-                f"[T, S] of its rows"
-            )
-        given = given, scales
-    data, scales = _rows(given)
+    data, scales, as_bytes = _rows(hidden, scales)
     experts = _check_routing(natives, data, routing, config)
     tokens, most = data.shape[0], config.max_num_of_tokens_per_rank
     if shape.rows is not None and tokens > most:
@@ -131,10 +120,21 @@ def check_dispatch(
     return Given(data, scales, as_bytes, shape, experts, routing)
 
 
-def _rows(given: Any) -> tuple[Tensor, Tensor | None]:
-    """:func:`inputs.check_rows` in HybridEP's names."""
+def _rows(hidden: Any, scales: Any) -> tuple[Tensor, Tensor | None, bool]:
+    """:func:`inputs.check_rows` in HybridEP's names; and whether the rows came as bytes."""
+    given = hidden
+    as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
+    if as_bytes:
+        given = hidden.contiguous().view(BYTES)
+    if isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES:
+        if scales is None:
+            raise ValueError(
+                f"scaling_factor is missing: hidden is {hidden.dtype}, and travels with the scales "
+                f"[T, S] of its rows"
+            )
+        given = given, scales
     try:
-        return inputs.check_rows(given)
+        return *inputs.check_rows(given), as_bytes
     except ValueError as error:
         text = str(error).replace("x[0]", "hidden").replace("x[1]", "scaling_factor")
         raise ValueError(f"hidden{text[1:]}" if text.startswith("x ") else text) from None
@@ -176,10 +176,7 @@ def check_again(
     hidden: Any, scales: Any, shape: Shape, routing: Routing, handle: HybridHandle
 ) -> Given:
     """A dispatch along the routing of a ``handle``."""
-    as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
-    given = hidden.contiguous().view(BYTES) if as_bytes else hidden
-    quantized = isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES
-    data, scales = _rows((given, scales) if quantized else given)
+    data, scales, as_bytes = _rows(hidden, scales)
     native, config = handle.native, handle.ep.config
     device, tokens = native.plan.returns.device, native.num_tokens
     meaning = "[T, H], as the handle was made for"

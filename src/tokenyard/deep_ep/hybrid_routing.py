@@ -85,15 +85,9 @@ class HybridHandle(LazyTuple):
     first: int
 
     @classmethod
-    def of(
-        cls,
-        ep: ExpertParallel,
-        native: Handle,
-        topk_idx: Tensor,
-        config: BufferConfig,
-    ) -> Any:
-        handle = tuple.__new__(cls, (None,) * len(cls.makers))
-        handle.ep, handle.native, handle.topk_idx, handle.config = ep, native, topk_idx, config
+    def of(cls, ep: ExpertParallel, native: Handle, topk_idx: Tensor, config: BufferConfig) -> Any:
+        handle = cls.around(ep, native)
+        handle.topk_idx, handle.config = topk_idx, config
         place = ep.rank % config.num_of_ranks_per_node
         handle.first = place * config.num_of_experts_per_rank
         return handle

@@ -18,6 +18,7 @@ from torch import Tensor
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.allocator import BufferAllocator, get_num_allocation_alignment
 from tokenyard.deep_ep.buffer_base import BufferBase
+from tokenyard.deep_ep.elastic_inputs import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import REFUSED, whole
 from tokenyard.deep_ep.lending import Domain, Message
@@ -182,7 +183,8 @@ class LoadBalance(BufferBase):
             self._domain = Domain(self.group, self.num_nvlink_ranks)
         domain = self._domain
         try:
-            after, known = _after(previous_event), pairs()
+            event = event_of("previous_event", previous_event)
+            known = pairs()
             whole("num_sms", num_sms)
             _check_mapping(mapping, domain.size, known[0].slots.shape[0])
             wire = domain.wire(known[0].own.device)
@@ -200,6 +202,7 @@ class LoadBalance(BufferBase):
             domain.agree(call, wire, sizes, rows)
             move(domain, wire, known, rows)
 
+        after = None if event is None else EventOverlap(event)
         tensors = [part for pair in known for part in (pair.slots, pair.own)]
         return self._streams.run(run, (mapping, *tensors), known[0].own, after, True)[1]
 
@@ -248,17 +251,6 @@ def _filled(mapping: list[list[int]], num_local: int) -> list[tuple[int, int, in
         for slot, expert in enumerate(row)
         if expert >= 0
     ]
-
-
-def _after(previous_event: Any) -> EventOverlap | None:
-    if previous_event is None or isinstance(previous_event, EventOverlap):
-        return previous_event
-    if isinstance(previous_event, EventHandle):
-        return EventOverlap(previous_event)
-    raise ValueError(
-        f"previous_event ({previous_event!r}) must be an EventHandle, such as capture() returns, "
-        "an EventOverlap, or None"
-    )
 
 
 def _tensors(name: str, given: Any) -> list[Tensor]:

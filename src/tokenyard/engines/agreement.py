@@ -14,11 +14,10 @@ from tokenyard.engines.failures import Report
 from tokenyard.engines.send_plan import SendPlan, counts_by_rank, note_bad_index
 from tokenyard.engines.transport import Transport
 from tokenyard.handle import Plan, Spec
-from tokenyard.header import DISPATCH, Fingerprint
+from tokenyard.header import DISPATCH, CallKind, Fingerprint
 from tokenyard.routing import host_ints
-from tokenyard.rows import Payload
 from tokenyard.topology import Topology
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Layout
 
 
 class Agreement(Engine):
@@ -69,21 +68,11 @@ class Agreement(Engine):
     def _has_headers(self, op: int, exact: bool) -> bool:
         return self._transport.counts_on_host or (op == DISPATCH and exact)
 
-    def _fingerprint(
-        self,
-        op: int,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        weighted: bool,
-        plan: Plan | None = None,
-        scaled: bool = False,
-    ) -> Fingerprint:
+    def _fingerprint(self, kind: CallKind, plan: Plan | None = None) -> Fingerprint:
+        """Of the next call; ``plan``: whose routing it repeats."""
         self._calls += 1
         routing = -1 if plan is None else int(plan.splits[2 * self.config.world_size])
-        return head.fingerprint_of(
-            op, self._calls - 1, payload, spec, mode, weighted, routing, scaled
-        )
+        return head.fingerprint_of(kind, self._calls - 1, routing)
 
     def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
         """Agree on the call ahead where headers are cheap; the function returned waits for that."""

@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.engines.failures import Report
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
+
+
+class DispatchArguments(NamedTuple):
+    """Of :meth:`Engine.dispatch`. Those of a combine have the last three too.
+
+    Attributes:
+        mode: cast plain rows on the way.
+        in_place: leave the rows in symmetric memory; of engines that have ``in_place``.
+        options, in_two: of :class:`LowLatency`; ``in_two``: return a function that makes the
+            receiving launch.
+    """
+
+    payload: Payload
+    topk_idx: Tensor
+    weights: Tensor | None
+    spec: Spec
+    mode: Quantize | None = None
+    in_place: bool = False
+    options: CallOptions = NO_OPTIONS
+    in_two: bool = False
+
+
+class CachedArguments(NamedTuple):
+    """Of :meth:`Engine.redispatch`. ``raw``: rows come as ``[Nb, H]`` in arrival order."""
+
+    payload: Payload
+    plan: Plan
+    spec: Spec
+    mode: Quantize | None = None
+    raw: bool = False
+    in_place: bool = False
+
+
+class CombineArguments(NamedTuple):
+    """Of :meth:`Engine.combine`.
+
+    Attributes:
+        weights: ``[rows]`` float32, multiplied first; of :class:`LowLatency` also ``[T, K]`` of
+            the tokens' owners.
+        reduce_weights: ``[Nb, K]`` float32 in arrival order, summed alongside.
+        bias: up to two terms ``[T, H]``, added last.
+        raw: ``rows`` too are in arrival order, whatever the layout.
+    """
+
+    rows: Tensor
+    plan: Plan
+    spec: Spec
+    weights: Tensor | None = None
+    reduce_weights: Tensor | None = None
+    bias: tuple[Tensor, ...] = ()
+    out: Tensor | None = None
+    raw: bool = False
+    in_place: bool = False
+    options: CallOptions = NO_OPTIONS
+    in_two: bool = False
+
+    @property
+    def width(self) -> int:
+        """Weights of a row that are summed."""
+        return 0 if self.reduce_weights is None else self.reduce_weights.shape[1]
 
 
 class Engine(Protocol):
@@ -24,8 +84,7 @@ class Engine(Protocol):
     name: str
     config: Config
     in_place: bool = False
-    """Whether rows can stay in symmetric memory; ``dispatch``, ``redispatch`` and ``combine`` take
-    ``in_place`` then, and there is :class:`InPlace`."""
+    """Whether rows can stay in symmetric memory."""
     counts_by_most: bool = True
     """Whether int32 counts ``max_tokens_per_rank`` rows of every rank for each expert always."""
     waits_on_host: bool = False
@@ -50,60 +109,29 @@ class Engine(Protocol):
         """Bytes held between calls."""
         ...
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and
-        weights. ``mode``: cast plain rows on the way.
-
-        ``in_place``: leave the rows in symmetric memory. Rows, scales and source are flat or in the
-        shape of ``Received``.
+        weights. Rows, scales and source are flat or in the shape of ``Received``.
         """
         ...
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
-        """Send a new payload along a known routing; ``raw``: as ``[Nb, H]`` in arrival order.
+    def redispatch(self, given: CachedArguments) -> Payload:
+        """Send a new payload along a known routing.
 
         Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
         them so.
         """
         ...
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner
         (``docs/reference/semantics.md``, Combine).
+        """
+        ...
 
-        Args:
-            weights: ``[rows]`` float32, multiplied first.
-            reduce_weights: ``[Nb, K]`` float32 in arrival order, summed alongside.
-            raw: ``rows`` too are in arrival order, whatever the layout.
+    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised ``[num_rows, hidden]`` for a combine in place; of engines that have
+        ``in_place``. Where peers read there (``twolevel``), earlier ones end, and it is collective.
         """
         ...
 
@@ -150,23 +178,8 @@ class Engine(Protocol):
         ...
 
 
-class InPlace(Protocol):
-    """What an engine has besides whose rows can stay in symmetric memory."""
-
-    def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` for a combine in place.
-
-        Where peers read there (``twolevel``), earlier ones end, and it is collective.
-        """
-        ...
-
-
 class LowLatency(Protocol):
-    """What an engine for decoding has besides: see ``LowLatencyEngine``.
-
-    Its ``dispatch`` and ``combine`` also take ``options`` and ``in_two`` (return a function that
-    makes the receiving launch), and ``combine`` takes weights ``[T, K]`` of the tokens' owners.
-    """
+    """What an engine for decoding has besides: see ``LowLatencyEngine``."""
 
     active: Tensor
 

@@ -9,6 +9,7 @@ goes the same way back and sums on both sides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.profiler import record_function
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.agreement import Agreement
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.hierarchy import Hierarchy, Hop
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.engines.receive_plan import (
@@ -32,12 +34,12 @@ from tokenyard.engines.send_plan import SendPlan, plan_send, ways_back
 from tokenyard.engines.transport import RowTransport, Spans, Transport
 from tokenyard.formats import cast_payload, row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.routing import Placement, host_ints
 from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, overlap, sum_rows
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Layout
 
 
 class CollectiveEngine(Agreement):
@@ -62,20 +64,13 @@ class CollectiveEngine(Agreement):
 
     # Three collective calls
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
+        payload, topk_idx, weights, spec, mode, *_ = given
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.dispatch.plan"):
             send_plan = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
-            fingerprint = self._fingerprint(DISPATCH, payload, spec, mode, weights is not None)
+            kind = CallKind(DISPATCH, payload, spec, mode, weights is not None)
+            fingerprint = self._fingerprint(kind)
             headers = self._announce(fingerprint, topk_idx, send_plan, spec)
         with record_function("tokenyard.dispatch.pack"):
             row = self._format(payload, routed=True, weighted=weights is not None)
@@ -98,35 +93,14 @@ class CollectiveEngine(Agreement):
                 route, hops = self._hierarchy.packed(route, spans, hop)
         with record_function("tokenyard.dispatch.place"):
             payload, place, arrived, experts = self._arrive(row, recv, sources, everybody, spec)
-            routing, matrix = 0, list[int]()
-            if everybody is not None:
-                routing = head.routing_of(everybody)
-                matrix = head.matrix_of(everybody, self.config) if spec.exact else matrix
-            splits = [*sends, *sources, routing, *matrix, *hops, *experts]
-            plan = Plan(
-                splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
-                route=route,
-                returns=returns,
-                slots=place.slots,
-                picks=place.picks,
-                gather=place.gather,
-                first_pick=send_plan.first_pick,
-            )
-            return payload, plan, arrived
+            splits = self._splits(sends, sources, everybody, spec, [*hops, *experts])
+            return payload, Plan(splits, route, returns, *place, send_plan.first_pick), arrived
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
+    def redispatch(self, given: CachedArguments) -> Payload:
+        payload, plan, spec, mode, raw, _ = given
         payload = cast_payload(payload, mode)
         with record_function("tokenyard.redispatch"):
-            fingerprint = self._fingerprint(CACHED, payload, spec, mode, raw, plan)
+            fingerprint = self._fingerprint(CallKind(CACHED, payload, spec, mode, raw), plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             row = self._format(payload)
             token, spans, hop = self._known(plan, spec)
@@ -141,30 +115,12 @@ class CollectiveEngine(Agreement):
                 return row.take(recv, None)
             return self._place(row, recv, plan.slots, plan.gather, spec, zeros=True)
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
+        rows, plan, spec, _, reduce_weights, bias, out, *_ = given
         with record_function("tokenyard.combine"):
-            width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            reduces, scaled = reduce_weights is not None, weights is not None
-            row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
-            fingerprint = self._fingerprint(
-                COMBINE, Payload(rows, None), spec, None, width > 0, plan, scaled
-            )
-            agreed = self._check_call(fingerprint, plan.returns.shape[0])
+            row, agreed = self._begin_combine(given)
             token, spans, hop = self._known(plan, spec)
-            send = self._partial_sums(
-                row, rows, plan, weights, reduce_weights, placed=spec.placed and not raw
-            )
+            send = self._partial_sums(row, given)
             agreed()
             if self._hierarchy is not None and hop is not None:
                 send = self._hierarchy.join(row, send, hop, "combine", self._calls - 1)
@@ -176,9 +132,19 @@ class CollectiveEngine(Agreement):
             sum_rows(row.payload(recv), plan.returns, out, bias=bias)
             if reduce_weights is None:
                 return out, None
-            reduced = torch.empty(shape[0], width, dtype=torch.float32, device=rows.device)
+            reduced = torch.empty(shape[0], row.picks, dtype=torch.float32, device=rows.device)
             sum_rows(row.weights(recv), plan.returns, reduced)
             return out, reduced
+
+    def _begin_combine(self, given: CombineArguments) -> tuple[RowFormat, Callable[[], object]]:
+        """Rows as they travel, and what waits until all ranks are known to be in this call."""
+        rows, plan, spec, weights, reduce_weights, *_ = given
+        width, reduces = given.width, reduce_weights is not None
+        row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
+        sent, scaled = Payload(rows, None), weights is not None
+        kind = CallKind(COMBINE, sent, spec, None, width > 0, scaled)
+        fingerprint = self._fingerprint(kind, plan)
+        return row, self._check_call(fingerprint, plan.returns.shape[0])
 
     def interrupt(self, text: str) -> None:
         self._transport.interrupt(text)
@@ -213,6 +179,22 @@ class CollectiveEngine(Agreement):
         if self._hierarchy is not None:
             comes = host_ints(headers[rail.start :: rail.step, -1])
         return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
+
+    def _splits(
+        self,
+        sends: list[int],
+        sources: list[int],
+        headers: Tensor | None,
+        spec: Spec,
+        more: list[int],
+    ) -> Tensor:
+        """``Plan.splits``; ``more``: what only this engine reads, and rows of local experts."""
+        routing, matrix = 0, list[int]()
+        if headers is not None:
+            routing = head.routing_of(headers)
+            matrix = head.matrix_of(headers, self.config) if spec.exact else matrix
+        numbers = [*sends, *sources, routing, *matrix, *more]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def _first_hop(self, sends: list[int], comes: list[int], spec: Spec) -> Spans:
         """Rows to and from each node, or each rank if no node has more."""
@@ -288,17 +270,10 @@ class CollectiveEngine(Agreement):
         local_idx, weights = localise(topk_idx, carried, self.config)
         return Arrival(token=token, local_idx=local_idx, weights=weights, source_rank=source)
 
-    def _partial_sums(
-        self,
-        row: RowFormat,
-        rows: Tensor,
-        plan: Plan,
-        weights: Tensor | None,
-        reduce_weights: Tensor | None,
-        *,
-        placed: bool,
-    ) -> Tensor:
+    def _partial_sums(self, row: RowFormat, given: CombineArguments) -> Tensor:
         """Sums of each arrived row's result rows; rows that stand as they arrived, uncopied."""
+        rows, plan, spec, weights, reduce_weights, *_ = given
+        placed = spec.placed and not given.raw
         if not placed and reduce_weights is None:
             return as_bytes(rows)
         arrived = plan.slots.shape[0] if placed else rows.shape[0]

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.transport import Transport
 from tokenyard.formats import row_of
-from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.handle import Arrived, Plan
+from tokenyard.header import CACHED, DISPATCH, CallKind
 from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload, RowFormat, as_bytes
 from tokenyard.stats import Stats
-from tokenyard.types import Quantize
 
 if TYPE_CHECKING:
     from tokenyard.engines.collective_launches import Launches
@@ -87,28 +87,21 @@ class CollectiveKernelsEngine(CollectiveEngine):
 
     # Three collective calls
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
+        payload, _, weights, spec, mode, *_ = given
         kernels = self._kernels(payload.x.device)
         if kernels is None:
-            return super().dispatch(payload, topk_idx, weights, spec, mode)
+            return super().dispatch(given)
         with kernels.span("tokenyard.dispatch"):
             told = self._has_headers(DISPATCH, spec.exact)
-            given = kernels.given(payload, topk_idx, weights, spec, mode)
-            row = given.kind.row
+            read = kernels.given(given)
+            row = read.kind.row
             sent = _no_rows(row_of(payload, mode))
-            fingerprint = self._fingerprint(DISPATCH, sent, spec, mode, weights is not None)
-            left = kernels.leave(given, fingerprint if told else None)
+            kind = CallKind(DISPATCH, sent, spec, mode, weights is not None)
+            fingerprint = self._fingerprint(kind)
+            left = kernels.leave(read, fingerprint if told else None)
             headers = self._swap(left.headers, fingerprint) if told else None
-            kernels.pack(given, left)
+            kernels.pack(read, left)
             everybody, most = headers() if headers else None, self.config.max_tokens_per_rank
             sends = [most] * self.config.world_size
             sources = sends
@@ -125,39 +118,21 @@ class CollectiveKernelsEngine(CollectiveEngine):
                 local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
                 experts = host_ints(everybody[:, local].sum(0))
             came = self._transport.headers.to(recv.device) if everybody is not None else None
-            out, placement, arrived = kernels.arrive(given, recv, came, experts)
-            routing, matrix = 0, list[int]()
-            if everybody is not None:
-                routing = head.routing_of(everybody)
-                matrix = head.matrix_of(everybody, self.config) if spec.exact else matrix
-            splits = [*sends, *sources, routing, *matrix, *(experts if spec.exact else [])]
-            plan = Plan(
-                splits=torch.tensor(splits, dtype=torch.int64, device="cpu"),
-                route=left.route[:num_rows].data,
-                returns=left.returns,
-                slots=placement.slots,
-                picks=placement.picks,
-                gather=placement.gather,
-                first_pick=left.first_pick,
-            )
-            return out, plan, arrived
+            out, placement, arrived = kernels.arrive(read, recv, came, experts)
+            experts = experts if spec.exact else []
+            splits = self._splits(sends, sources, everybody, spec, experts)
+            route = left.route[:num_rows].data
+            return out, Plan(splits, route, left.returns, *placement, left.first_pick), arrived
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
+    def redispatch(self, given: CachedArguments) -> Payload:
+        payload, plan, spec, mode, raw, _ = given
         kernels = self._kernels(payload.x.device)
         if kernels is None:
-            return super().redispatch(payload, plan, spec, mode=mode, raw=raw)
+            return super().redispatch(given)
         with kernels.span("tokenyard.redispatch"):
             row = row_of(payload, mode)
-            fingerprint = self._fingerprint(CACHED, _no_rows(row), spec, mode, raw, plan)
+            kind = CallKind(CACHED, _no_rows(row), spec, mode, raw)
+            fingerprint = self._fingerprint(kind, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
             token, spans, _ = self._known(plan, spec)
             send = self._rows.buffer("send", row, token.numel(), payload.x.device)
@@ -167,36 +142,20 @@ class CollectiveKernelsEngine(CollectiveEngine):
             self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
             return kernels.gather(row, recv, plan.gather if spec.placed and not raw else None)
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
+        rows, plan, spec, weights, reduce_weights, bias, out, *_ = given
         kernels = self._kernels(rows.device)
-        given: dict[str, Any] = {"weights": weights, "reduce_weights": reduce_weights}
         if kernels is None:
-            return super().combine(rows, plan, spec, bias=bias, out=out, raw=raw, **given)
+            return super().combine(given)
         with kernels.span("tokenyard.combine"):
-            reduces = reduce_weights is not None
-            width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
-            fingerprint = self._fingerprint(
-                COMBINE, Payload(rows, None), spec, None, width > 0, plan, weights is not None
-            )
-            agreed = self._check_call(fingerprint, plan.returns.shape[0])
+            row, agreed = self._begin_combine(given)
             token, spans, _ = self._known(plan, spec)
-            placed, send = spec.placed and not raw, as_bytes(rows)
-            if placed or reduces:
+            placed, send = spec.placed and not given.raw, as_bytes(rows)
+            if placed or row.weighted:
                 arrived = plan.slots.shape[0] if placed else rows.shape[0]
                 send = self._rows.buffer("send", row, arrived, rows.device)
-                kernels.sum_here(row, rows, plan.slots if placed else None, send, **given)
+                slots = plan.slots if placed else None
+                kernels.sum_here(row, rows, slots, send, weights, reduce_weights)
             agreed()
             recv = self._rows.buffer("recv", row, token.numel(), rows.device)
             self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()

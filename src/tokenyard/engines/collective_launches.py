@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
+from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.rings import address, addresses, aligned, as_aligned, sums_for
 from tokenyard.formats import row_of
@@ -119,15 +120,9 @@ class Launches:
 
     # What leaves
 
-    def given(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-    ) -> Given:
+    def given(self, arguments: DispatchArguments) -> Given:
         """As kernels read them; copies live as long as the call."""
+        payload, topk_idx, weights, spec, mode, *_ = arguments
         weights = None if weights is None else weights.contiguous()
         kind = self._kind(payload, topk_idx.dtype, topk_idx.shape[0], weights, spec, mode)
         return Given(aligned(payload), topk_idx.contiguous(), weights, spec, kind)
@@ -247,7 +242,6 @@ class Launches:
         rows: Tensor,
         slots: Tensor | None,
         to: Tensor,
-        *,
         weights: Tensor | None,
         reduce_weights: Tensor | None,
     ) -> None:

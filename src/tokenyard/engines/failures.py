@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from tokenyard.errors import PeerLost
 from tokenyard.memory.aside import Aside, Begun
-from tokenyard.memory.store import CooperativeStore
+from tokenyard.memory.store import CooperativeStore, base_of
 
 GRACE = 1.0
 """Seconds that a rank which gives up at this very moment is given to say so."""
@@ -64,9 +64,7 @@ class FailureReports:
 
     def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
         self._store, self._rank, self._grace = store, rank, min(GRACE, timeout)
-        self._base: Any = store  # what all objects share
-        while isinstance(self._base, dist.PrefixStore):
-            self._base = self._base.underlying_store
+        self._base = base_of(store)  # what all objects share
         # There only one thread may run.
         self._aside = None if isinstance(self._base, CooperativeStore) else Aside()
         self._number = next(_OBJECTS)

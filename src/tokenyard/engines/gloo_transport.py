@@ -24,6 +24,7 @@ from tokenyard.engines.failures import ADVICE, FailureReports, Report
 from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
 from tokenyard.memory.aside import SLICE, Aside, Begun
+from tokenyard.memory.store import base_of
 
 _HEADER_TAG, _ROWS_TAG, _CUT_TAG, _END_TAG = 1, 2, 3, 4
 _LONG = 1 << 16
@@ -110,7 +111,7 @@ class GlooTransport:
     def _meet(self, store: dist.Store) -> Any:
         """On another thread, over a connection of its own: both are busy while gloo waits."""
         wait = timedelta(seconds=self.timeout)
-        base = _plain(store)
+        base = base_of(store)
         number = store.compare_set("mesh", "", str(base.add("tokenyard/meshes", 1)))
         with _connection(base) as apart:
             place = dist.PrefixStore(f"tokenyard/mesh/{number.decode()}", apart)
@@ -311,13 +312,6 @@ class GlooTransport:
             self._failures.close()  # first: whoever loses the connection asks why
         self._mesh = None
         self._aside.close()
-
-
-def _plain(store: Any) -> Any:
-    """What a store of prefixes stands on."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 @contextmanager

@@ -18,15 +18,15 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.arguments import whole
 from tokenyard.config import Config
-from tokenyard.engines.base import Engine
+from tokenyard.engines.base import CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.known import LOW_LATENCY
-from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_signatures import DispatchSignature, Launch, Signatures
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
 from tokenyard.engines.rings import aligned, as_aligned, sums_for
 from tokenyard.engines.waits import DeviceWaits, Source
 from tokenyard.errors import Mismatch, NotSupported
-from tokenyard.handle import Plan, Spec
+from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
 from tokenyard.kernels.low_latency_combine import combine_arguments
 from tokenyard.kernels.low_latency_dispatch import dispatch_arguments
@@ -141,24 +141,9 @@ class LowLatencyEngine(Engine):
         self._check_open()
         return signature
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-        options: CallOptions = NO_OPTIONS,
-        in_two: bool = False,
-    ) -> Any:
-        """Send each token once to every rank that holds one of its experts; returns ``(rows, plan,
-        arrived)``.
-
-        ``options`` have passed :meth:`check_dispatch`. ``in_two``: make the sending launch only,
-        and return a function that makes the receiving one and returns them.
-        """
+    def dispatch(self, given: DispatchArguments) -> Any:
+        """``options`` have passed :meth:`check_dispatch`."""
+        payload, topk_idx, weights, spec, mode, in_place, options, in_two = given
         lack = "in_place=True" if in_place else ""
         signature = self._signature(payload, spec, mode, options.scales_by_column, lack)
         weighted, loads = weights is not None, options.loads
@@ -196,25 +181,11 @@ class LowLatencyEngine(Engine):
         if options is not None:
             options.check(self.config, self._memory.device, num_tokens)
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-        options: CallOptions = NO_OPTIONS,
-        in_two: bool = False,
-    ) -> Any:
-        """Sum ``rows`` per token, on their rank, then at the token's owner: ``(sums, None)``.
-
-        ``weights``: ``[rows]``, or ``[T, K]`` at the tokens' owners, which then travel ahead.
-        ``in_two``: as in :meth:`dispatch`. ``options`` have passed :meth:`check_combine`.
+    def combine(self, given: CombineArguments) -> Any:
+        """``weights`` ``[T, K]`` of the tokens' owners travel ahead. ``options`` have passed
+        :meth:`check_combine`.
         """
+        rows, plan, spec, weights, reduce_weights, bias, out, raw, _, options, in_two = given
         if raw or reduce_weights is not None:
             raise NotSupported(
                 "engine 'low_latency' is for inference: it has no gradients of weights and of "

@@ -21,7 +21,7 @@ from tokenyard.engines.rings import row_layout_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import COMBINE, DISPATCH, Fingerprint, fingerprint_of
+from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
 from tokenyard.kernels.low_latency_dispatch import bind_dispatch
 from tokenyard.kernels.low_latency_refuse import bind_refuse
@@ -179,7 +179,7 @@ class Signatures:
         self._workspace.check_fits(row, f"rows of {dtype} x {payload.x.shape[1]}")
         scaled = payload.scales is not None
         plain, weighted = (
-            _tag(_number(fingerprint_of(DISPATCH, 0, payload, spec, mode, weighted, 0, scaled)))
+            _tag(_number(fingerprint_of(CallKind(DISPATCH, payload, spec, mode, weighted, scaled))))
             for weighted in (False, True)
         )
         bind = partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
@@ -222,7 +222,7 @@ class Signatures:
         )
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
-            _number(fingerprint_of(COMBINE, 0, payload, spec, None, False, 0, at_owner))
+            _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
             for at_owner in (False, True)
         )
         return CombineSignature(

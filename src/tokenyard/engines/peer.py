@@ -25,7 +25,7 @@ from tokenyard.engines.waits import DeviceWaits
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import COMBINE, DISPATCH, Fingerprint
+from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, bind_plan, make_plan
 from tokenyard.kernels.stand_in import bind_stand_ins
@@ -33,7 +33,7 @@ from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
-from tokenyard.types import Layout, Quantize
+from tokenyard.types import Layout
 
 
 class PeerEngine(Engine):
@@ -122,7 +122,8 @@ class PeerEngine(Engine):
             return True
         nothing = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu")
         spec = Spec(layout=Layout.FLAT, exact=exact)
-        signature = signature_of(op, Payload(nothing, None), spec, None, self.config)
+        kind = CallKind(op, Payload(nothing, None), spec, None, False)
+        signature = signature_of(kind, self.config)
         header = head.blank(fingerprint, 1, 0, 0)
         head.refuse(header, reason)
         signature.words, signature.tag = header[0].numpy(), REFUSED
@@ -171,38 +172,16 @@ class PeerEngine(Engine):
         self._signatures.clear()
         self._workspace.__dict__.pop("region", None)
 
-    def _signature(
-        self,
-        op: int,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        weighted: bool,
-        scaled: bool = False,
-        in_place: bool = False,
-    ) -> Signature:
+    def _signature(self, kind: CallKind) -> Signature:
         """The signature of a call that begins now, unless an earlier one has failed on the
         device."""
         self._monitor.raise_if_failed()
-        scales = payload.scales
+        op, (x, scales), *options = kind
         scaling = None if scales is None else (scales.dtype, scales.shape[1])
-        key = (
-            op,
-            payload.x.dtype,
-            payload.x.shape[1],
-            scaling,
-            spec,
-            mode,
-            weighted,
-            scaled,
-            in_place,
-        )
+        key = op, x.dtype, x.shape[1], scaling, *options
         signature = self._signatures.get(key)
         if signature is None:
-            options = {"weighted": weighted, "scaled": scaled, "in_place": in_place}
-            signature = signature_of(op, payload, spec, mode, self.config, **options)
-            self._signatures[key] = signature
+            signature = self._signatures[key] = signature_of(kind, self.config)
         signature.fingerprint.call = self._calls
         self._monitor.begin(signature.fingerprint, signature.tag)
         self._calls += 1

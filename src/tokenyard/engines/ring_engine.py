@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result_of, sent_of
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
@@ -29,8 +30,8 @@ from tokenyard.engines.rings import (
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
-from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.handle import Arrived, Plan
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
@@ -48,16 +49,8 @@ class RingEngine(PeerEngine):
 
     # Three collective calls
 
-    def dispatch(
-        self,
-        payload: Payload,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        in_place: bool = False,
-    ) -> tuple[Payload, Plan, Arrived]:
+    def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
+        payload, topk_idx, weights, spec, mode, in_place, *_ = given
         with span("tokenyard.dispatch"), self._memory.tensors():
             if spec.exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -67,9 +60,9 @@ class RingEngine(PeerEngine):
             topk_idx, payload = topk_idx.contiguous(), aligned(payload)
             payload, mode = self._cast_ahead(payload, mode, in_place=in_place)
             weights = None if weights is None else weights.contiguous()
-            signature = self._signature(
-                DISPATCH, payload, spec, mode, weighted=weights is not None, in_place=in_place
-            )
+            weighted = weights is not None
+            kind = CallKind(DISPATCH, payload, spec, mode, weighted, in_place=in_place)
+            signature = self._signature(kind)
             room = signature.room_for(topk_idx.shape[0])
             counted = self._count(topk_idx, weights, signature, room)
             rooms = (room, room) if spec.exact else signature.static_rows
@@ -84,21 +77,12 @@ class RingEngine(PeerEngine):
                 self._monitor.stop_short()
                 raise
 
-    def redispatch(
-        self,
-        payload: Payload,
-        plan: Plan,
-        spec: Spec,
-        *,
-        mode: Quantize | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> Payload:
+    def redispatch(self, given: CachedArguments) -> Payload:
+        payload, plan, spec, mode, raw, in_place = given
         with span("tokenyard.redispatch"), self._memory.tensors():
             payload, mode = self._cast_ahead(aligned(payload), mode, in_place=in_place)
-            signature = self._signature(
-                CACHED, payload, spec, mode, weighted=raw, in_place=in_place
-            )
+            kind = CallKind(CACHED, payload, spec, mode, raw, in_place=in_place)
+            signature = self._signature(kind)
             placed = signature.experts and not raw
             known, size = known_of(plan), self.config.world_size
             arrived = (
@@ -134,25 +118,13 @@ class RingEngine(PeerEngine):
             signature.count(known.counts[: 2 * size])
             return out
 
-    def combine(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        spec: Spec,
-        *,
-        weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: tuple[Tensor, ...] = (),
-        out: Tensor | None = None,
-        raw: bool = False,
-        in_place: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
+        rows, plan, spec, weights, reduce_weights, bias, out, raw, in_place, *_ = given
         with span("tokenyard.combine"), self._memory.tensors():
-            width = 0 if reduce_weights is None else reduce_weights.shape[1]
-            payload, weighted, scaled = Payload(rows, None), width > 0, weights is not None
-            signature = self._signature(
-                COMBINE, payload, spec, None, weighted=weighted, scaled=scaled, in_place=in_place
-            )
+            width = given.width
+            payload, scaled = Payload(rows, None), weights is not None
+            kind = CallKind(COMBINE, payload, spec, None, width > 0, scaled, in_place)
+            signature = self._signature(kind)
             known, size = known_of(plan), self.config.world_size
             tag = signature.tag | pack_routing(int(known.counts[2 * size]))
             tokens, bias = known.num_tokens, tuple(as_aligned(term) for term in bias)

@@ -16,8 +16,8 @@ from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
 from tokenyard.engines.status import pack
 from tokenyard.formats import row_of
 from tokenyard.handle import Spec
-from tokenyard.header import Fingerprint
-from tokenyard.rows import Payload, RowFormat
+from tokenyard.header import CallKind, Fingerprint
+from tokenyard.rows import RowFormat
 from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
@@ -78,19 +78,10 @@ class Signature:
             self.room = tokens, enough
 
 
-def signature_of(
-    op: int,
-    payload: Payload,
-    spec: Spec,
-    mode: Quantize | None,
-    config: Config,
-    *,
-    weighted: bool = False,
-    scaled: bool = False,
-    in_place: bool = False,
-) -> Signature:
+def signature_of(kind: CallKind, config: Config) -> Signature:
     """The signature of a call. ``weighted``: weights ride along, ``raw``, or weights reduced."""
-    fingerprint = head.fingerprint_of(op, 0, payload, spec, mode, weighted, 0, scaled, in_place)
+    op, payload, spec, mode, weighted, *_ = kind
+    fingerprint = head.fingerprint_of(kind)
     experts, fresh = spec.layout is not Layout.FLAT, op == head.DISPATCH
     most = config.padded_rows
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.errors import PeerTimeout
-from tokenyard.memory.store import CooperativeStore
+from tokenyard.memory.store import CooperativeStore, base_of
 
 Made = TypeVar("Made")
 
@@ -178,10 +178,7 @@ def looking(look: Callable[[], object]) -> Generator[None]:
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     """Whether ``key`` has a value within ``timeout`` seconds. Polls: signals get through."""
-    root = store
-    while isinstance(root, dist.PrefixStore):
-        root = root.underlying_store
-    if isinstance(root, CooperativeStore):  # has a clock of its own, and lets others run
+    if isinstance(base_of(store), CooperativeStore):  # has a clock of its own, and lets others run
         with suppress(RuntimeError):
             store.wait([key], timedelta(seconds=timeout))
         return store.check([key])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -115,12 +116,18 @@ class CooperativeStore(dist.Store):
             self._yield()
 
 
-def clock_of(store: dist.Store) -> tuple[Callable[[], float], Callable[[float], None], bool]:
-    """Now, sleep for so many seconds, and whether ranks that meet in ``store`` take turns."""
+def base_of(store: Any) -> Any:
+    """What a store of prefixes stands on."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, CooperativeStore):
-        return store.now, store.sleep, True
+    return store
+
+
+def clock_of(store: dist.Store) -> tuple[Callable[[], float], Callable[[float], None], bool]:
+    """Now, sleep for so many seconds, and whether ranks that meet in ``store`` take turns."""
+    base = base_of(store)
+    if isinstance(base, CooperativeStore):
+        return base.now, base.sleep, True
     return time.monotonic, time.sleep, False
 
 

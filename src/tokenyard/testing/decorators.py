@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.testing.job import Job
 from tokenyard.testing.modules import BODY
+from tokenyard.testing.one_process import BodyRun, run_in_simulator
 from tokenyard.testing.pool import pools
-from tokenyard.testing.virtual import run_in_simulator, run_on_virtual_ranks
 
 DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
-SEED_VARIABLE = "TOKENYARD_TEST_SEED"
-VIRTUAL, SIMULATED = "virtual", "simulated"
-DEVICES = ("cpu", "cuda", VIRTUAL, SIMULATED)
+PROCESSES = ("cpu", "cuda")
+"""Devices whose ranks are processes."""
+IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {"simulated": run_in_simulator}
+"""What runs a body on ranks of this process, by the word that asks for it. A ``conftest.py`` may
+add more.
+"""
 
 _RANKS = "ranks"
 _WORLD_SIZE = "_world_size"
@@ -47,9 +50,8 @@ def distributed_test(
     stacks shown.
 
     ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend),
-    ``virtual`` on threads of this process that share one GPU, ``simulated`` on coroutines under the
-    schedule of seed ``TOKENYARD_TEST_SEED`` (both: engines that have kernels only); the default is
-    ``cpu``.
+    ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (engines that
+    have kernels only); the default is ``cpu``.
 
     The call raises :class:`RankFailure` with the tracebacks of the ranks that failed, and skips if
     every rank skips.
@@ -73,15 +75,10 @@ def distributed_test(
             picked_engines = (kwargs.pop(_ENGINE),) if _ENGINE in kwargs else engines
             arguments = visible.bind(*args, **kwargs).arguments
             for ranks, name in product(picked_sizes, picked_engines):
-                if _device() == VIRTUAL:
-                    run_on_virtual_ranks(body, name, arguments, ranks, timeout)
-                    continue
-                if _device() == SIMULATED:
-                    run_in_simulator(
-                        body, name, arguments, ranks, int(os.environ.get(SEED_VARIABLE, "0"))
-                    )
-                    continue
-                pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
+                if run := IN_PROCESS.get(_device()):
+                    run(BodyRun(body, name, arguments, ranks, timeout))
+                else:
+                    pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
 
         setattr(test, BODY, body)
         return _parametrised(test, visible, world_size, engine)
@@ -94,9 +91,9 @@ def _as_tuple(value: _T | tuple[_T, ...]) -> tuple[_T, ...]:
 
 
 def _device() -> str:
-    device = os.environ.get(DEVICE_VARIABLE, DEVICES[0])
-    if device not in DEVICES:
-        raise ValueError(f"{DEVICE_VARIABLE} is {device!r}; use one of {', '.join(DEVICES)}")
+    device, known = os.environ.get(DEVICE_VARIABLE, PROCESSES[0]), (*PROCESSES, *IN_PROCESS)
+    if device not in known:
+        raise ValueError(f"{DEVICE_VARIABLE} is {device!r}; use one of {', '.join(known)}")
     return device
 
 

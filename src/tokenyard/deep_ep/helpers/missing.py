@@ -41,20 +41,25 @@ class NCCLCommHandle(_Missing):
     remedy = "the torch.distributed group"
 
 
-def _missing(name: str, remedy: str) -> Callable[..., NoReturn]:
-    def call(*_: Any, **__: Any) -> NoReturn:
-        raise NotSupported(f"{name}() is not part of tokenyard: {remedy}")
+def missing_call(name: str, why: str) -> Callable[..., NoReturn]:
+    """A function of DeepEP that has no counterpart here."""
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = "Not supported."
+    def call(*_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"{name}() is {why}")
+
+    call.__name__ = call.__qualname__ = name.rpartition(".")[2]
+    call.__doc__ = f"Not supported: {why}."
     return call
 
 
-get_nccl_comm_handle = _missing(
-    "get_nccl_comm_handle", "engines talk through the torch.distributed group, which you have"
+get_nccl_comm_handle = missing_call(
+    "get_nccl_comm_handle",
+    "not part of tokenyard: engines talk through the torch.distributed group, which you have",
 )
-find_pkg_root = _missing("find_pkg_root", "nothing is compiled against a package")
-find_nccl_root = _missing("find_nccl_root", "nothing is compiled against NCCL")
+find_pkg_root, find_nccl_root = (
+    missing_call(f"find_{what}_root", f"not part of tokenyard: nothing is compiled against {it}")
+    for what, it in (("pkg", "a package"), ("nccl", "NCCL"))
+)
 
 
 def destroy_all_managed_nccl_comm() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import PeerTimeout
+from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.store import CooperativeStore
 from tokenyard.memory.symmetric import Region
 from tokenyard.testing.simulator.host import Host
@@ -136,14 +137,7 @@ class SimulatedMemory:
                 f"rank {self.rank} waited {self._timeout} s in allocate() for rank(s) {missing}",
                 missing[0],
             )
-        first = self._members[0]
-        for peer in [rank for rank in self._members if sizes[rank] != sizes[first]]:
-            raise ValueError(
-                f"ranks ask for regions of different sizes: rank {first} {sizes[first]} bytes, "
-                f"rank {peer} {sizes[peer]}"
-            )
-        if num_bytes <= 0 or num_bytes % 16:
-            raise ValueError(f"num_bytes ({num_bytes}) must be a positive multiple of 16")
+        check_sizes([sizes[rank] for rank in self._members], self._members)
         parts = self._here.world.gathered(("parts", self._number, self._allocated))
         if not parts:  # whoever comes first makes them
             for peer in self._members:

@@ -1,8 +1,7 @@
 """What a call takes, on virtual ranks of one GPU: to compare two trees whose waits differ.
 
-``CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTHONPATH=src python -m
-benchmarks.waits_cost`` prints, per engine and batch, the median of rounds of a static dispatch with
-its combine, in microseconds. No waits are read meanwhile.
+``python tests/run.py waits_cost`` prints, per engine and batch, the median of rounds of a static
+dispatch with its combine, in microseconds. No waits are read meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 import tokenyard as ty
-from tokenyard.memory.one_gpu import VirtualGroup, run_virtual_ranks
+from one_gpu import VirtualGroup, run_virtual_ranks
 
 RANKS, EXPERTS, HIDDEN, TOPK = 4, 64, 4096, 8
 ROUNDS, CALLS = 15, 20

@@ -1,5 +1,5 @@
 """Ranks as threads of one process on one GPU: many ranks, two nodes even, where there is one GPU
-only. For tests.
+only.
 
 The GPU runs kernels of all ranks side by side, on one stream each. Loading a module and allocating
 device memory wait for kernels that run, and a kernel that runs may wait for a peer whose thread
@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rank_threads import Gate, run_threads
 from tokenyard.memory.cuda import DeviceMemory
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.symmetric import Region
-from tokenyard.memory.threads import Gate, run_threads
+from tokenyard.testing.one_process import BodyRun, Rank, run_in_process
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 """What must be set before CUDA starts."""
@@ -210,3 +211,15 @@ def run_virtual_ranks(
         return result
 
     return run_threads(world_size, run, world.lose, timeout)
+
+
+def run_on_virtual_ranks(run: BodyRun) -> None:
+    """Run the body of a ``distributed_test`` (``TOKENYARD_TEST_DEVICE=virtual``)."""
+
+    def start(be: Rank) -> None:
+        def rank(group: VirtualGroup) -> None:
+            be(group.rank(), group.device, group)
+
+        run_virtual_ranks(run.world_size, rank, "cuda", run.timeout)
+
+    run_in_process(run, start)
