@@ -83,6 +83,10 @@ def _twolevel(tests: Any) -> Iterator[tuple[str, Any]]:
 def _low_latency(tests: Any) -> Iterator[tuple[str, Any]]:
     for words, tokens in (("", tests.TOKENS), (", few tokens", tests.FEW_TOKENS)):
         yield from ((f"{name}{words}", each) for name, each in tests.record(tokens)[0].items())
+    for words, once in (("between nodes", False), ("once per node", True)):
+        with mock.patch.dict(os.environ, {tests.PUTS_VARIABLE: "1"}):
+            found = tests.record(grid=tests.GRID, once=once)[0]
+        yield from ((f"{name}, {words}", found[name]) for name in found if tests.FAR.search(name))
 
 
 def _layout(tests: Any) -> Iterator[tuple[str, Any]]:

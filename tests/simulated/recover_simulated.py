@@ -43,6 +43,7 @@ def make(here: SimulatedRank, engine: str = "nvlink") -> ty.ExpertParallel:
     sizes |= {"num_sms": 2 * size, "buffer_bytes": 1 << 14, "timeout": TIMEOUT}
     if engine == "twolevel":
         sizes |= {"topology": (2, size // 2), "num_sms": 2, "buffer_bytes": 1 << 15}
+        sizes["timeout"] = 1.0  # who waits for relayed rows gives up half a second later
     group = SimulatedGroup(here)
     ep = ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **sizes)
     assert isinstance(ep._calls.engine, RingEngine)  # pyright: ignore

@@ -17,9 +17,8 @@ DEATHS = {2: 3, 3: 2, 4: 1}
 """Seeds by world size."""
 FAR_DEATHS = {(2, 1, False): 1, (2, 2, False): 1, (2, 2, True): 1}
 """Likewise, by nodes, ranks of each, and whether rows cross once per node."""
-FREEZES = [(2,), (4, 2, True)]
-"""World size, ranks of a node, and whether rows cross once per node; ``make soak`` has more."""
-MORE = [(2, 1), (3,), (4, 2), (4,)]
+FREEZES = [(2,)] if SOAK == 1 else [(2,), (2, 1), (4, 2, True), (3,), (4, 2)]
+"""World size, ranks of a node, and whether rows cross once per node."""
 
 
 @pytest.mark.parametrize("world_size", DEATHS, ids="ranks{}".format)
@@ -69,8 +68,7 @@ def test_a_rank_that_freezes_is_back() -> None:
     """At any step: the others give it up, it writes on into calls that they have made without it,
     and all make ten good calls.
     """
-    kinds = FREEZES if SOAK == 1 else FREEZES + MORE
-    jobs = [(kind[0], seed, *kind[1:]) for kind in kinds for seed in range(SOAK)]
+    jobs = [(kind[0], seed, *kind[1:]) for kind in FREEZES for seed in range(SOAK)]
     frozen = run_all("low_latency_failures.freeze", jobs)
     for (world_size, *_), (_, endings) in zip(jobs, frozen, strict=True):
         assert endings == [("", [True] * world_size)] * world_size
@@ -129,8 +127,8 @@ def test_ranks_come_back(story: str) -> None:
             *((4, seed, 2, True) for seed in range(4)),
         ]
     )
-    if story == "masked_by_one" and SOAK == 1:
-        stories = stories[-1:]
+    if story == "masked_by_one" and SOAK == 1:  # four ranks take half a minute
+        stories = stories[:1]
     for endings in run_all(f"low_latency_failures.{story}", stories):
         assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
 
