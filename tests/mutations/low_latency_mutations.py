@@ -23,9 +23,9 @@ def _far(kind: str, *edits: Edit, **options: Any) -> Mutation:
     return _mutation(kind, *edits, part="far", **options)
 
 
-def _rail(kind: str, *edits: Edit) -> Mutation:
+def _rail(kind: str, *edits: Edit, **options: Any) -> Mutation:
     """Rows cross once per node."""
-    return _mutation(kind, *edits, part="rail")
+    return _mutation(kind, *edits, part="rail", **options)
 
 
 def _instead(kind: str, pattern: str, inside: str, **changes: str) -> Mutation:
@@ -205,7 +205,9 @@ RAIL = {
     "rail: last sum of a node dropped": _rail(
         "last token", shorten("sum_of_node(...)", "low_combine_kernel")
     ),
-    "rail: row handed on without barrier": _rail("barrier", drop_barrier("hand_on", before=_FLAG)),
+    "rail: row handed on without barrier": _rail(
+        "barrier", drop_barrier("hand_on", before=_FLAG), hint=1
+    ),
     "rail: row handed on without order": _rail(
         "release", change("tl.atomic_max(..., sem=sem_)", "hand_on", sem_=RELAXED)
     ),
