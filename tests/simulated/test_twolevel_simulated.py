@@ -108,14 +108,15 @@ def test_the_whole_object_beside_engine_nvlink() -> None:
 
 
 def test_a_bias_inside_of_the_view() -> None:
-    ways = ("at its end", "over its rows") if SOAK == 1 else ("at its end", "over its rows", "both")
+    ways = ("over its rows", "at its end", "both") if SOAK > 1 else ("over its rows",)
     jobs = [(given, seed) for given in ways for seed in range(SOAK)]
     run_all("twolevel_api.bias_in_the_buffer", jobs)
 
 
 def test_a_rank_that_cannot_make_rows_in_place() -> None:
     dtypes = {"layout": torch.float32, "handle": torch.float32, "dtype": torch.bfloat16}
-    run_all("twolevel_api.refused_rows", [(what, dtype, 0) for what, dtype in dtypes.items()])
+    jobs = [(what, dtype, 0) for what, dtype in dtypes.items()]
+    run_all("twolevel_api.refused_rows", jobs if SOAK > 1 else jobs[:1])
 
 
 def test_bodies_of_other_tests() -> None:

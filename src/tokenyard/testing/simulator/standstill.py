@@ -59,9 +59,7 @@ class Standstill:
         polled = {p.serial: {(p.rank, address) for address, _ in p.polled()} for p in waiting}
         timed = {place for p in waiting if p.reads_clock for place in polled[p.serial]}
         patient = [
-            p
-            for p in waiting
-            if not p.tried and not p.reads_clock and not polled[p.serial] & timed
+            p for p in waiting if not p.tried and not p.reads_clock and not polled[p.serial] & timed
         ]
         for p in patient:
             p.patience, p.notes, p.tried = _PATIENCE[2], False, True
