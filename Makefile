@@ -43,7 +43,7 @@ test-virtual:
 # What `make test` leaves out to stay short (tests/README.md lists it), and SEEDS times as many
 # schedules of the simulator: the tests whose files name SOAK (tests/nvlink_pool.py).
 SEEDS ?= 10
-soak: $(VENV)/.ready
+soak: $(VENV)/.frameworks
 	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --timeout=0 $$(grep -lw SOAK tests/*/test_*.py) $(ARGS)
 
 $(VENV)/.ready: pyproject.toml
