@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from frameworks import lend, lend_deep_ep, needs, own_ranks
-from nvlink_pool import SOAK
 from tokenyard.testing import Ranks, assert_close, distributed_test
 
 FRAMEWORK = "deepspeed-0.19.8"
@@ -104,7 +103,7 @@ def gradients(layer: Any, ranks: Ranks, whole: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("apply", ["pre", "post"])
-@distributed_test(world_size=2 if SOAK == 1 else 3)
+@distributed_test(world_size=3)
 def test_layer(ranks: Ranks, apply: str) -> None:
     """Recomputed or not, with uneven and empty ranks."""
     lend_deep_ep("2")
