@@ -10,10 +10,10 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/tokenyard demo $(ARGS)
 
-# So many workers; 0 runs all tests in one process (for --pdb and the like).
+# So many workers; 0 runs all tests in one process (for --pdb and the like). Tests start many programs, so their bytecode is kept.
 WORKERS ?= 2
 test: $(VENV)/.frameworks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Of each kind of truth a little (marker "portable"), for other versions of Python: PYTHON=python3.13 VENV=.venv313
 test-portable: $(VENV)/.ready
@@ -43,7 +43,7 @@ test-virtual:
 # What `make test` leaves out to stay short (tests/README.md lists it), and SEEDS times as many
 # schedules of the simulator: the tests whose files name SOAK (tests/nvlink_pool.py).
 SEEDS ?= 10
-soak: $(VENV)/.ready
+soak: $(VENV)/.frameworks
 	TOKENYARD_SOAK_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q --timeout=0 $$(grep -lw SOAK tests/*/test_*.py) $(ARGS)
 
 $(VENV)/.ready: pyproject.toml

@@ -38,6 +38,9 @@ def bind(
 
 @contextmanager
 def on_kernels() -> Iterator[None]:
-    """Objects made meanwhile use kernels."""
-    with mock.patch.object(CollectiveKernelsEngine, "forced", Binder(bind, PROGRAMS)):
+    """Objects made meanwhile use kernels; the language is patched once for all their launches."""
+    from tokenyard.testing.interpreter import patched_language
+
+    forced = mock.patch.object(CollectiveKernelsEngine, "forced", Binder(bind, PROGRAMS))
+    with forced, patched_language():
         yield

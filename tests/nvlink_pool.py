@@ -24,6 +24,12 @@ without_devices = pytest.mark.skipif(
 SOAK = max(1, int(os.environ.get("TOKENYARD_SOAK_SEEDS", "1")))
 """``make soak`` runs so many times as many seeds."""
 
+
+def seeds(count: int) -> range:
+    """``count`` of them in ``make test``; ``make soak`` multiplies twice as many."""
+    return range(count if SOAK == 1 else 2 * count * SOAK)
+
+
 Job = tuple[str, tuple[Any, ...]]
 """``module.function`` and its arguments."""
 
@@ -36,7 +42,8 @@ def _interpret() -> None:
 
 @cache
 def _pool() -> ProcessPoolExecutor:
-    workers = max(1, min(4, os.cpu_count() or 1))
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = max(1, min(4, (os.cpu_count() or 1) // beside))
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_interpret)
 
 

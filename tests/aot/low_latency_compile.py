@@ -45,10 +45,10 @@ GRID = Topology(2, 2)
 FAR = re.compile("refuse|kernel (None|FP8|plain|weighted by the owner, lost)$")
 """Which launches are compiled for those too."""
 REST = re.compile(
-    r"kernel (FP8_POW2|FP8_UE8M0|options|FP8 by column|FP8 by column, hook receive)$"
-    r"|combine_kernel (weighted by the owner|hook receive)$"
-    r"|(send|weighted), few tokens|kernel FP8, (between|net|once per node, net)"
-    r"|(refuse|owner, lost), (between nodes|network)$|refuse, once per node$"
+    r"kernel (MXFP8|FP8_POW2|FP8_UE8M0|options|FP8 by column|FP8 by column, hook receive)$"
+    r"|combine_kernel (float16, two biases|weighted|weighted by the owner|hook receive)$"
+    r"|few tokens|FP8, (between|once|net)|(combine.*|refuse), between nodes$|refuse, once per node$"
+    r"|owner, lost, |(low_combine_kernel plain|refuse), network$|None, once per node, network$"
 )
 """Which are not worth their seconds in every run: others are compiled of the same kinds."""
 

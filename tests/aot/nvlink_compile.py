@@ -57,13 +57,14 @@ HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAIN = (
-    r"FLAT exact (?!.*(POW2|UE8M0|float32|cached FP8|cached MXFP8|in place FP8_)).*@132",
-    r"EXPERT_MAJOR exact (plan|fresh bf16|back|back weighted) @132",
-    r"EXPERT_PADDED static fresh FP8 @132",
-    r"(int32 ids, no weights|refusal|a rank is gone) @132",
-    r"FLAT exact (fresh bf16|fresh in place bf16|back|back in place) @24",
+    r"FLAT exact (?!.*(POW2|UE8M0|float32|cached (in place )?(FP|MX)|in place MX))"
+    r"(?!back with|cached in place fp8).*@132",
+    r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
+    r"EXPERT_MAJOR exact back weighted @132",
+    r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
+    r"(dispatch|direct|combine|push)_kernel FLAT exact (fresh|fresh in place|back|back in place)"
+    r"( bf16)? @24",
     r"FLAT exact back in place @8",
-    r"EXPERT_MAJOR exact back @24",
     r"FLAT exact back in place float32 @132",
 )
 """Variants that are worth their seconds in every run."""

@@ -37,8 +37,8 @@ from tokenyard.types import Layout, Quantize
 
 GRID = Topology(2, 2)
 REST = re.compile(
-    r"dispatch_kernel FLAT cast MXFP8|direct_kernel FLAT (cast @|cached|fp8)"
-    r"|plan_kernel EXPERT_MAJOR|unpack_kernel .* network"
+    r"dispatch_kernel FLAT (cached|fp8|cast MXFP8)|direct_kernel FLAT (cast|cached|fp8)"
+    r"|FLAT reducing weights|plan_kernel EXPERT_MAJOR|unpack_kernel .* network"
 )
 """Which are not worth their seconds in every run: others are compiled of the same kinds."""
 

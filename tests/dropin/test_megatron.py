@@ -45,7 +45,7 @@ def tokens_of(pattern: str, world_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=["fp32", "bf16", "fp16"])
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=4 if SOAK == 1 else (2, 4))
 def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
     """As the allgather dispatcher whose sums over ranks are made in rank order, in float32."""
     import megatron_layers as mg
@@ -60,7 +60,7 @@ def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=4 if SOAK == 1 else (2, 4))
 def test_hybridep(ranks: Ranks, dtype: torch.dtype) -> None:
     """The backend that permutes: rows come by expert, and go back to their tokens."""
     import megatron_layers as mg
@@ -82,7 +82,7 @@ def test_hybridep(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=4 if SOAK == 1 else (2, 4))
 def test_untouched_oracle(ranks: Ranks, dtype: torch.dtype) -> None:
     """As the allgather dispatcher as it is. With rows of one or two ranks per token no order of
     sums can differ.
@@ -115,7 +115,7 @@ def test_untouched_oracle(ranks: Ranks, dtype: torch.dtype) -> None:
     ],
     ids=["capacity", "position", "groups", "sigmoid", "aux_loss"],
 )
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_options(ranks: Ranks, options: dict[str, Any]) -> None:
     import megatron_layers as mg
 
@@ -181,7 +181,7 @@ def test_without_async(ranks: Ranks) -> None:
         compare(got, mg.run_oracle(ranks, setting, x, grad), where=str(setting))
 
 
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_tokens_nowhere(ranks: Ranks) -> None:
     import megatron_layers as mg
 
@@ -192,7 +192,7 @@ def test_tokens_nowhere(ranks: Ranks) -> None:
             assert not tensor.any(), name
 
 
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_many_outstanding(ranks: Ranks) -> None:
     """Three layers of growing width and three micro-batches, all before the first backward."""
     import megatron_layers as mg

@@ -14,6 +14,7 @@ import torch
 
 from deep_ep_world import World, from_fp8
 from frameworks import needs, own_ranks
+from nvlink_pool import SOAK
 from sglang_runtime import FRAMEWORK, is_prefill, sglang
 from tokenyard.testing import Ranks, distributed_test
 
@@ -23,7 +24,7 @@ __all__ = ["own_ranks"]
 TOKENS = ("even", "uneven", "empty first", "only last")
 
 
-@distributed_test(world_size=(2, 3))
+@distributed_test(world_size=3 if SOAK == 1 else (2, 3))
 def test_both_modes_of_one_dispatcher(ranks: Ranks) -> None:
     """Prompts and decoding by turns, as a server does with one buffer: ``DeepEPMode.AUTO``."""
     rank = ranks.rank

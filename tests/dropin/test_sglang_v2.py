@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deep_ep_world import World, from_fp8
 from frameworks import needs, own_ranks
+from nvlink_pool import SOAK
 from sglang_runtime import FRAMEWORK, is_prefill, sglang
 from tokenyard.testing import Ranks, distributed_test
 
@@ -63,7 +64,7 @@ def run_experts(world: World, rank: int, came: Any) -> tuple[Tensor, Tensor | No
     return world.layer(rank, rows, came.topk_ids, came.topk_weights), came.topk_weights
 
 
-@distributed_test(world_size=3)
+@distributed_test(world_size=2 if SOAK == 1 else 3)
 def test_dispatcher(ranks: Ranks) -> None:
     rank = ranks.rank
     parallel = SimpleNamespace(

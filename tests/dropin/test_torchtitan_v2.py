@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deep_ep_world import World
 from frameworks import lend_deep_ep, needs, own_ranks
+from nvlink_pool import SOAK
 from tokenyard.testing import Ranks, assert_close, distributed_test
 from torchtitan_layers import LATEST, TOKENS, check_layer, example, experts, lend_latest
 
@@ -36,7 +37,7 @@ def deepep() -> ModuleType:
     return sys.modules[name]
 
 
-@distributed_test(world_size=(1, 3))
+@distributed_test(world_size=2 if SOAK == 1 else (1, 3))
 def test_dispatch_and_combine(ranks: Ranks) -> None:
     """Training, recomputed and not, and the static layout of a generator; uneven and empty
     ranks.

@@ -19,6 +19,7 @@ from tokenyard.kernels.sync import (
     STATUS_WORDS,
     TIMEOUT_NS,
     load_acquire,
+    now_ns,
     wait_at_least,
     wait_beside,
     wait_for_all,
@@ -99,6 +100,26 @@ def test_who_waits_with_a_deadline_or_beside_one_pays_no_long_patience() -> None
     with pytest.raises(Deadlock):
         sim.run()
     assert sim.steps < 2000
+
+
+@triton.jit
+def tell_behind_three_deadlines(mem, ns):
+    for _ in range(3):
+        deadline = now_ns() + ns
+        while now_ns() < deadline:
+            load_acquire(words(mem) + 1)
+    tl.debug_barrier()
+    tl.atomic_add(words(mem), 1, sem="release", scope="sys")
+
+
+def test_long_patience_is_had_once_in_a_wait() -> None:
+    """Not again whenever the clock jumps for others."""
+    sim = Simulator(2, seed=1, timeouts=True)
+    mem, out = sim.allocate(64), np.zeros(1, np.int64)
+    sim.launch(0, poll_at_most, 1, mem.ctypes.data, out.ctypes.data, 10**9)
+    sim.launch(1, tell_behind_three_deadlines, 1, mem.ctypes.data, 10**9)
+    sim.run()
+    assert out[0] > 3000 and sim.steps < 6000
 
 
 # What is said

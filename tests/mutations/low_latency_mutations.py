@@ -201,7 +201,9 @@ RAIL = {
     "rail: last sum of a node dropped": _rail(
         "last token", shorten("sum_of_node(...)", "low_combine_kernel")
     ),
-    "rail: row handed on without barrier": _rail("barrier", drop_barrier("hand_on", before=_FLAG)),
+    "rail: row handed on without barrier": _rail(
+        "barrier", drop_barrier("hand_on", before=_FLAG), hint=1
+    ),
     "rail: row handed on without order": _rail(
         "release", change("tl.atomic_max(..., sem=sem_)", "hand_on", sem_=RELAXED)
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+import nvlink_mutations
 from mutations import changed
 from nvlink_pool import SOAK, run_all, without_devices
 from twolevel_mutations import MUTATIONS
@@ -37,15 +38,16 @@ SLOW = {
 """10 seconds and more each, or several seeds."""
 
 FAST = {name: mutation for name, mutation in reversed(MUTATIONS.items()) if name not in SLOW}
-OF_FILES = {mutation.file: name for name, mutation in FAST.items()}
+OTHERS = {mutation.file for mutation in nvlink_mutations.MUTATIONS.values()}
+OF_FILES = {mutation.file: name for name, mutation in FAST.items() if mutation.file not in OTHERS}
 OF_KINDS = {
     mutation.kind: name
     for name, mutation in FAST.items()
     if mutation.kind not in {MUTATIONS[name].kind for name in OF_FILES.values()}
 }
 TRIED = [name for name in MUTATIONS if SOAK > 1 or name in {*OF_FILES.values(), *OF_KINDS.values()}]
-"""The first in each file that is not slow, and of each kind that these lack; all of them under
-``make soak``.
+"""The first that is not slow in each file where ``test_nvlink_mutations.py`` has none, and of each
+kind that these lack; all of them under ``make soak``.
 """
 
 

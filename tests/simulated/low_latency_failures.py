@@ -374,12 +374,12 @@ def deaths_in_a_combine(
     return told[1:]
 
 
-def torn(seeds: int, agree: bool) -> int:
-    """The first of so many seeds in which only some channels of a token lack a rank that dies in a
+def torn(first: int, end: int, agree: bool) -> int:
+    """The first of these seeds in which only some channels of a token lack a rank that dies in a
     combine; -1: there is none.
     """
     with planted("" if agree else TORN.kind):
-        for seed in range(seeds):
+        for seed in range(first, end):
             try:
                 deaths_in_a_combine(2, seed, 4)
             except (AssertionError, RanksFailed):

@@ -80,12 +80,12 @@ def test_refused_calls_that_return_at_once() -> None:
 
 def test_results_that_one_call_makes_too_large() -> None:
     """As ``test_limits.py`` has it; but of a static call peers learn only who refused it."""
-    jobs = [(at, alone) for at in range(len(ROWS)) for alone in (False, True)]
+    jobs = [(at, alone) for at in range(len(ROWS)) for alone in (at % 2 == 0, at % 2 == 1)[:SOAK]]
     run_all("nvlink_bad_input.too_large", [(*job, seed) for job in jobs for seed in range(SOAK)])
 
 
 def test_rings_too_small_for_a_row() -> None:
     run_all(
         "nvlink_bad_input.rings_too_small",
-        [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK)],
+        [(exact, seed) for exact in (False, True) for seed in range(3 * SOAK if SOAK > 1 else 1)],
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.testing.job import Job
-from tokenyard.testing.modules import BODY
+from tokenyard.testing.modules import BODY, code_of
 from tokenyard.testing.one_process import BodyRun, run_in_simulator
 from tokenyard.testing.pool import pools
 
@@ -145,4 +145,6 @@ def _job(body: Callable[..., Any], engine: str, arguments: dict[str, Any]) -> Jo
             )
             raise TypeError(f"{problem}; pass plain values") from None
     sys_path = [entry or os.getcwd() for entry in sys.path]
-    return Job(body.__module__, os.path.abspath(path), body.__qualname__, engine, pickled, sys_path)
+    path = os.path.abspath(path)
+    code = b"" if body.__module__ == "__main__" else code_of(path)
+    return Job(body.__module__, path, body.__qualname__, code, engine, pickled, sys_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from numbers import Integral
 from typing import Any
 
@@ -68,8 +69,11 @@ def _int64(interpreter: Any, value: Any) -> Any:
     return language.tensor(handle, language.int64)
 
 
+@cache
 def _rewrite(kernel: Any, kind: type) -> None:
-    """Have the interpreter read the kernel, and what it calls, here rather than in every child."""
+    """Have the interpreter read the kernel, and what it calls, here rather than in every child, and
+    once.
+    """
     seen: set[int] = set()
     pending = [kernel]
     while pending:

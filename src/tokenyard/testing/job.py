@@ -37,6 +37,7 @@ class Job:
         module: name under which pytest imported the test module.
         path: file of that module.
         qualname: of the body inside its module.
+        code: of that module, see :func:`tokenyard.testing.modules.code_of`.
         engine: name of the engine under test.
         arguments: pickled value of each argument, without ``ranks``.
         sys_path: where the test process finds its modules.
@@ -45,6 +46,7 @@ class Job:
     module: str
     path: str
     qualname: str
+    code: bytes = field(repr=False)
     engine: str
     arguments: dict[str, bytes]
     sys_path: list[str]

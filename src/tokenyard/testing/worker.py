@@ -89,7 +89,7 @@ def perform(job: Job, ranks: Ranks) -> Outcome:
     """
     try:
         sys.path[:] = job.sys_path
-        body = find_body(job.module, job.path, job.qualname)
+        body = find_body(job.module, job.path, job.qualname, job.code)
         torch.manual_seed(ranks.rank)  # pyright: ignore[reportUnknownMemberType]
         call_body(body, {name: pickle.loads(value) for name, value in job.arguments.items()}, ranks)
     except BaseException as error:

@@ -57,6 +57,7 @@ class Program(Pending):
         self.asleep = False
         self.alarms: list[dict[Program, list[int]]] = []  # where :class:`Alarms` has it
         self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
+        self.tried = False  # whether it has had the longest patience since it last saw anything new
         self.notes = False  # whether it is to note what it compares with what it has read
         self.compared: dict[int, list[Any]] = {}  # address -> values, since the last read of it
         self.deadline: int | None = None
@@ -98,7 +99,8 @@ class Program(Pending):
         self.seen.clear()
         self.round.clear()
         self.compared.clear()
-        self.deadline, self.reads_clock, self.patience, self.notes = None, False, 0, False
+        self.deadline, self.reads_clock, self.patience = None, False, 0
+        self.notes = self.tried = False
 
     def observe(self, addresses: Addresses, size: int, value: bytes) -> bool | None:
         """Note a read. True: the program has come round to it and nothing it read has changed.

@@ -51,9 +51,9 @@ class Simulator(Machine):
     A program is taken to wait when it comes round to a read again, and nothing that it has read
     since its last store, or atomic that changed something, is different: it sleeps until one of
     these places is written. That is a guess (a loop may count its rounds), so before the clock
-    jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then for 3000 more
-    those that read no clock, and poll nothing together with a program of their rank that does. Who
-    counts further is taken to wait.
+    jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then, once in a
+    wait, for 3000 more those that read no clock, and poll nothing together with a program of their
+    rank that does. Who counts further is taken to wait.
 
     Attributes:
         now_ns: the clock. steps: operations of programs so far.

@@ -53,14 +53,16 @@ class Standstill:
             host.checked = -1
 
     def _wake_the_patient(self) -> bool:
-        """Let programs that have no deadline, neither of their own nor another's, go on for long:
-        they may count their rounds. False: there are none."""
+        """Let programs that have no deadline, neither of their own nor another's, go on for long,
+        once: they may count their rounds. False: there are none."""
         waiting = [p for p in self._machine.live.values() if p.asleep]
         polled = {p.serial: {(p.rank, address) for address, _ in p.polled()} for p in waiting}
         timed = {place for p in waiting if p.reads_clock for place in polled[p.serial]}
-        patient = [p for p in waiting if not p.reads_clock and not polled[p.serial] & timed]
+        patient = [
+            p for p in waiting if not p.tried and not p.reads_clock and not polled[p.serial] & timed
+        ]
         for p in patient:
-            p.patience, p.notes = _PATIENCE[2], False
+            p.patience, p.notes, p.tried = _PATIENCE[2], False, True
             self._machine.wake(p)
         return bool(patient)
 
