@@ -220,6 +220,8 @@ RAIL = {
             "for _ in range(0, _, block_): ...",
             "hand_on",
         ),
+        within=20,
+        hint=9,
     ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
@@ -244,11 +246,12 @@ RAIL = {
         "last token",
         rewrite("tl.static_range(all_ // in_)", "tl.static_range(all_ // in_ - 1)", "sum_of_nodes"),
     ),
-    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=40),
+    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=40, hint=26),
     "rail: slots with one half only": _rail(
         "reused too early",
         rewrite("(parity_ * all_ + rank_) * most_ + _", "rank_ * most_ + token", "slot_of"),
         within=40,
+        hint=13,
     ),
     "rail: neighbours not waited for": _rail(
         "wrong epoch",
