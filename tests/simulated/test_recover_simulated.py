@@ -41,7 +41,7 @@ def test_engine_twolevel_goes_on_as_nvlink() -> None:
 
 def test_another_takes_the_place_of_a_rank_that_is_gone() -> None:
     """And goes on without one that dies then. As twolevel began, too (``make soak``)."""
-    cases = [(size, seed) for size in (2, 3) for seed in range(SOAK)]
+    cases = [(size, seed) for size in (3, 2)[:SOAK] for seed in range(SOAK)]
     grids = [(4, seed, "twolevel") for seed in range(SOAK - 1)]
     run_all("recover_simulated.admission", [*cases, *grids])
 
