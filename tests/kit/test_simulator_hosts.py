@@ -24,7 +24,7 @@ from tokenyard.memory.store import CooperativeStore
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rendezvous import agree
 from tokenyard.testing.job import Ranks
-from tokenyard.testing.one_process import BodyRun, run_in_simulator
+from tokenyard.testing.one_process import run_in_simulator
 from tokenyard.testing.simulator import (
     AddressError,
     Deadlock,
@@ -327,8 +327,8 @@ def skip_from(ranks: Ranks, first: int) -> None:
 
 def test_a_skip_must_be_that_of_every_simulated_rank() -> None:
     with pytest.raises(SkipTest, match=r"^no such grid$"):
-        run_in_simulator(BodyRun(skip_from, "nvlink", {"first": 0}, 2, 60))
+        run_in_simulator(skip_from, "nvlink", {"first": 0}, 2, 0)
     with pytest.raises(
         RuntimeError, match=r"1 of 2 ranks skipped \(no such grid\), but not every rank did"
     ):
-        run_in_simulator(BodyRun(skip_from, "nvlink", {"first": 1}, 2, 60))
+        run_in_simulator(skip_from, "nvlink", {"first": 1}, 2, 0)

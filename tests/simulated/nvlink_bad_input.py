@@ -14,7 +14,7 @@ from test_bad_input import CACHED, COMBINE, Bad
 from test_limits import GIB, ROWS
 from tokenyard import limits
 from tokenyard.testing import Ranks
-from tokenyard.testing.decorators import run_in_simulator
+from tokenyard.testing.one_process import run_in_simulator
 
 FAILED_RANK = 1
 REFUSED: dict[str, tuple[str, Bad]] = {

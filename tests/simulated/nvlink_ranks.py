@@ -54,7 +54,8 @@ from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
 from tokenyard.testing import assert_same_bits, poisoned
-from tokenyard.testing.decorators import BODY, run_in_simulator
+from tokenyard.testing.modules import BODY
+from tokenyard.testing.one_process import run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 
 MOST_STEPS = 400_000

@@ -20,7 +20,8 @@ from nvlink_cases import payload_of
 from nvlink_ranks import RankRun, run
 from tokenyard.engines.rings import meta_words, row_layout_of
 from tokenyard.kernels.two_region import node_header_words, num_tasks, short_node_header_words
-from tokenyard.testing.decorators import BODY, run_in_simulator
+from tokenyard.testing.modules import BODY
+from tokenyard.testing.one_process import run_in_simulator
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
 from tokenyard.topology import Topology
 from twolevel_cases import (

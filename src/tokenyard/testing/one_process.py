@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple
 from unittest import SkipTest
 
@@ -26,7 +27,7 @@ class BodyRun(NamedTuple):
     engine: str
     arguments: dict[str, Any]
     world_size: int
-    timeout: float
+    timeout: float = inf
 
 
 def run_in_process(run: BodyRun, start: Callable[[Rank], object]) -> None:
@@ -55,16 +56,23 @@ def run_in_process(run: BodyRun, start: Callable[[Rank], object]) -> None:
         )
 
 
-def run_in_simulator(run: BodyRun) -> None:
-    """On the CPU, under the schedule of :data:`SEED_VARIABLE`; kernels are interpreted. The
-    simulator has a clock and limits of its own, so the timeout is not asked.
-    """
+def run_in_simulator(
+    body: Callable[..., Any], engine: str, arguments: dict[str, Any], world_size: int, seed: int
+) -> None:
+    """On the CPU, under the schedule of ``seed``; kernels are interpreted."""
     from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
     def start(be: Rank) -> None:
         def rank(here: SimulatedRank) -> None:
             be(here.rank, here.device, SimulatedGroup(here))
 
-        simulate(run.world_size, rank, seed=int(os.environ.get(SEED_VARIABLE, "0")))
+        simulate(world_size, rank, seed=seed)
 
-    run_in_process(run, start)
+    run_in_process(BodyRun(body, engine, arguments, world_size), start)
+
+
+def run_seeded(run: BodyRun) -> None:
+    """The same with the seed that :data:`SEED_VARIABLE` says. The simulator has a clock and limits
+    of its own, so the timeout is not asked.
+    """
+    run_in_simulator(*run[:4], int(os.environ.get(SEED_VARIABLE, "0")))
