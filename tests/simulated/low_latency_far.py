@@ -18,6 +18,7 @@ from low_latency_cases import rehearsal
 from low_latency_failures import TIMEOUT, WAYS, case_of, life, meet, play, sum_up, sums_of
 from low_latency_mutations import NO_FENCE, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached, run
+from tokenyard.engines.base import CombineArguments
 from tokenyard.testing import assert_same_bits, poisoned
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, scheduler, simulate
 from tokenyard.testing.simulator.machine import Machine
@@ -227,9 +228,8 @@ def lies(nodes: int, per_node: int, seed: int) -> int:
             came.append(int((ranks == 0).sum()) if mine.rank >= per_node else 0)
             rows = torch.zeros(recv.x.shape, dtype=case.expert_rows[0].dtype).flatten(0, -2)
             given = {"weights": 2 * case.picks[mine.rank][1]} if way == WAYS[2] else {}
-            mine.call(
-                call == 2, mine.engine.combine, rows, recv.handle.plan, recv.handle.spec, **given
-            )
+            arguments = CombineArguments(rows, recv.handle.plan, recv.handle.spec, **given)
+            mine.call(call == 2, mine.engine.combine, arguments)
 
     with mock.patch.object(scheduler, "Network", Lies):
         play(scenario, body, seed, timeouts=False)

@@ -81,11 +81,10 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
 
 
 def test_reports_are_relayed() -> None:
-    """What the test above relies on. It takes a death between the rows to two others; one of seeds
-    99 to 101 had one.
-    """
+    """What the test above relies on. It takes a death between the rows to two others, as seed 97
+    had one."""
     batches = [
-        range(99, 102),
+        range(96, 99),
         *(range(begin, begin + 24) for begin in range(96, 336, 24)),
     ]
     assert any(relayed(3, tried) for tried in batches)
