@@ -117,7 +117,7 @@ def measured(ep: ty.ExpertParallel, tokens: int) -> dict[str, list[float]]:
 def report(tokens: int) -> None:
     """The table for so many tokens; rank 0 prints it."""
     sizes: dict[str, Any] = {"num_experts": EXPERTS, "hidden": HIDDEN, "num_topk": TOP}
-    sizes["max_tokens_per_rank"] = 4 * tokens
+    sizes["max_tokens_per_rank"] = tokens
     ep = ty.ExpertParallel(engine="nvlink", **sizes) if GPU else recorded_object(**sizes)[0]
     with ep, torch.no_grad():
         seen = measured(ep, tokens)

@@ -19,13 +19,11 @@ pytestmark = pytest.mark.portable
 
 need_interpreter()
 
-import triton
-import triton.language as tl
-
 from tokenyard import formats, reference
 from tokenyard.engines.rings import row_layout_of
-from tokenyard.kernels.payload import cast_of, cast_rows
-from tokenyard.kernels.structs import Rows, row_constants
+from tokenyard.kernels.dispatch import CastConfig, cast_kernel
+from tokenyard.kernels.payload import cast_of
+from tokenyard.kernels.structs import row_constants
 from tokenyard.rows import Payload
 from tokenyard.testing import interpreter
 from tokenyard.types import Quantize
@@ -34,33 +32,15 @@ ROWS = 64
 """Rows cast at once."""
 
 
-@triton.jit
-def cast_kernel(x, data, scales, num_rows, k: tl.constexpr):
-    """Rows of ``data`` and ``scales`` stand one behind the other. ``k``: a row, and how it is
-    cast."""
-    i = tl.program_id(0) * 64 + tl.arange(0, 64)
-    row: tl.constexpr = k[0]
-    cast_rows(
-        x,
-        i,
-        Rows(words=data, index=i, stride=row.hidden),
-        Rows(words=scales, index=i, stride=row.scale_words * 4),
-        i < num_rows,
-        row,
-        k[1],
-    )
-
-
 def kernel_cast(x: Tensor, mode: Quantize) -> tuple[Tensor, Tensor]:
     """Bytes of the data, and of scales in whole words."""
     row_layout = row_layout_of(Payload(x, None), mode, 0)
     data = torch.zeros(x.shape, dtype=torch.uint8)
     scales = torch.full((x.shape[0], 4 * row_layout.scale_words), 0xAB, dtype=torch.uint8)
-    k: Any = (row_constants(row_layout), cast_of(row_layout, mode, x.dtype))
+    row, cast = row_constants(row_layout), cast_of(row_layout, mode, x.dtype)
+    k: Any = CastConfig(programs=2, row=row, cast=cast, rows=ROWS)
     with interpreter.patched_language(), np.errstate(all="ignore"):
-        cast_kernel[(-(-x.shape[0] // ROWS),)](
-            x.data_ptr(), data.data_ptr(), scales.data_ptr(), x.shape[0], k=k
-        )
+        cast_kernel[(2,)](x.data_ptr(), data.data_ptr(), scales.data_ptr(), x.shape[0], k=k)
     return data, scales
 
 

@@ -1,0 +1,64 @@
+# ruff: noqa: E402 (Triton is imported after the check)
+"""How work of engines nvlink and twolevel is cut into programs."""
+
+from __future__ import annotations
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from interpreted import need_interpreter
+
+need_interpreter()
+
+import triton
+import triton.language as tl
+
+from tokenyard.engines.tuning import peer_tuning
+from tokenyard.kernels.two_scheduler import dealt
+from tokenyard.testing import interpreter
+from tokenyard.topology import Topology, num_tasks
+
+
+@triton.jit
+def deal(tasks, rounds, k: tl.constexpr):
+    """``tasks[worker, round]``: what :func:`dealt` gives."""
+    worker = tl.program_id(0)
+    for i in range(rounds):
+        tl.store(tasks + worker * rounds + i, dealt(worker, i + 0, k))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("sms", [1, 2, 3, 8, 16, 20, 24, 32, 64, 131])
+def test_no_more_programs_than_multiprocessors_are_lent(sms: int, ranks: int) -> None:
+    tuning = peer_tuning(sms, Topology(1, ranks), all_sms=False)
+    for config in (tuning.dispatch, tuning.send, tuning.reduce, tuning.direct):
+        workers = tuning.workers(config, num_tasks(ranks, 1))
+        assert 1 <= workers * tuning.channels <= sms
+    assert max(2, sms) >= tuning.pushers + tuning.gatherers >= 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_workers_of_a_channel_have_each_task_once(ranks: int) -> None:
+    """In as many rounds as kernels make, whether some only send or all share all tasks. Senders
+    have sends and the call barrier: tasks 1 to R - 1, and the last.
+    """
+    tasks = num_tasks(ranks, 1)
+    sends = {*range(1, ranks), tasks - 1}
+    grid = Topology(1, ranks)
+    tuning = peer_tuning(132, grid, all_sms=True)
+    for workers in range(1, tasks + 1):
+        rounds = -(-tasks // workers)
+        for senders in {0, tuning.senders(workers, grid)}:
+            each = torch.full((workers, rounds), -1, dtype=torch.int32)
+            of_channel = SimpleNamespace(workers=workers, senders=senders)
+            k: Any = SimpleNamespace(ranks=ranks, grid=of_channel)
+            with interpreter.patched_language():
+                deal[(workers,)](each, rounds, k=k)
+            dealt_to = [[task for task in row if task < tasks] for row in each.tolist()]
+            assert sorted(chain(*dealt_to)) == list(range(tasks))
+            if senders:
+                assert {*chain(*dealt_to[:senders])} == sends
