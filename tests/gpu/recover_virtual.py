@@ -63,6 +63,7 @@ def die_at_launch(ep: ty.ExpertParallel, number: int) -> None:
 
 def body(group: VirtualGroup, victim: int = VICTIM, launch: int = 5) -> Any:
     """What a survivor sees: who was lost, who is left, good calls, the engine."""
+    torch.set_num_threads(1)  # of each rank's thread: oracles would crowd each other out
     ep = ty.ExpertParallel(
         group, engine="nvlink", num_experts=16, hidden=HIDDEN, num_topk=3, timeout=TIMEOUT,
         max_tokens_per_rank=TOKENS, buffer_bytes=4 << 20,
