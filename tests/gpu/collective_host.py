@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 import tokenyard as ty
+from rank_per_gpu import on_each_gpu
 from tokenyard.engines import collective_kernels, group_transport
 from tokenyard.memory.kernel_launch import wait_until
 
@@ -125,25 +125,11 @@ def report(tokens: int) -> None:
             print(f"  {name:26} {took:20.1f} us")
 
 
-def run_rank(rank: int, port: int, ranks: int, sizes: list[int]) -> None:
-    """One rank, on its own GPU."""
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
-    try:
-        for tokens in sizes:
-            report(tokens)
-    finally:
-        dist.destroy_process_group()
-
-
 def main(sizes: list[int]) -> None:
     """A process per GPU."""
-    ranks = torch.cuda.device_count()
-    if not ranks:
+    if not torch.cuda.device_count():
         sys.exit("collective_host needs a CUDA device, and there is none")
-    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(run_rank, (store.port, ranks, sizes), ranks)
+    on_each_gpu(report, sizes)
 
 
 if __name__ == "__main__":

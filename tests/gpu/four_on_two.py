@@ -48,7 +48,7 @@ from benchmarks.twolevel_calls import GridTruth, rows_across
 from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from rank_threads import run_threads
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
-from tokenyard.memory.kernel_launch import Kernels, multiprocessors
+from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors
 from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology
@@ -96,9 +96,11 @@ class SplitWorld(VirtualWorld):
         self.devices = devices
         most = max(devices.count(device) for device in devices)
         self.num_sms = max(1, min(multiprocessors(device) for device in devices) // most)
-        # clusters as processes have them, where ranks share no GPU
-        clustered = multiprocessors(devices[0]) // 2 if most == 1 else 0
-        self.loaded = {each: Kernels(each, self.num_sms, clustered) for each in set(devices)}
+        # as processes have them, with clusters, where ranks share no GPU
+        self.loaded = {
+            each: kernels_of(each.index, self.num_sms) if most == 1 else Kernels(each, self.num_sms)
+            for each in set(devices)
+        }
         # One compiles at a time: ranks of the other GPU then find machine code on disk.
         compiling = Lock()
         for each in self.loaded.values():

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
 import tokenyard as ty
+from rank_per_gpu import on_each_gpu
 from recorded import recorded_object
 
 GPU = torch.cuda.is_available()
@@ -127,27 +127,13 @@ def report(tokens: int) -> None:
             print(f"{name:28} median {statistics.median(times):6.1f} us, least {min(times):6.1f}")
 
 
-def run_rank(rank: int, port: int, ranks: int, sizes: list[int]) -> None:
-    """One rank, on its own GPU."""
-    torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
-    try:
-        for tokens in sizes:
-            report(tokens)
-    finally:
-        dist.destroy_process_group()
-
-
 def main(sizes: list[int]) -> None:
     """A process per GPU; without one, this process."""
     if not GPU:
         for tokens in sizes:
             report(tokens)
         return
-    ranks = torch.cuda.device_count()
-    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(run_rank, (store.port, ranks, sizes), ranks)
+    on_each_gpu(report, sizes)
 
 
 if __name__ == "__main__":
