@@ -170,6 +170,7 @@ class PeerEngine(Engine):
         self._receive.close()
         self._memory.close()
         self._signatures.clear()
+        self._casts.clear()
         self._workspace.__dict__.pop("region", None)
 
     def _signature(self, kind: CallKind) -> Signature:

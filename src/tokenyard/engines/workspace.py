@@ -129,8 +129,8 @@ class PeerWorkspace:
 
     @property
     def direct_workers(self) -> int:
-        """Programs of each channel of a dispatch in place: of one node any number, else it has two
-        tasks per node."""
+        """Programs of each channel of a dispatch in place: of one node as many as there are words
+        for tasks, besides the announcement; else it has two tasks per node."""
         nodes = self.grid.num_nodes
         most = num_tasks(self.config.world_size, 1) - 1 if nodes == 1 else 2 * nodes
         return self.tuning.workers(self.tuning.direct, most)

@@ -3,10 +3,10 @@
 written once, where it stays.
 
 G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
-channel: a network sender and a forwarder per other node, the rows for ranks of this node, the
-announcement (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to all ranks: rank
-0 writes it to its own buffer and to rank 1's, and sends it once to rank 2, which writes it to its
-own buffer and to rank 3's.
+channel: a network sender and a forwarder per other node, the rows for ranks of this node (of one
+node a part of them for each worker), the announcement (of channel 0). Example: 2 nodes of 2 ranks,
+token 5 of rank 0 goes to all ranks: rank 0 writes it to its own buffer and to rank 1's, and sends
+it once to rank 2, which writes it to its own buffer and to rank 3's.
 
 An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is read by
 ``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan

@@ -5,7 +5,8 @@ node that need it.
 G nodes of P ranks; engine nvlink has one node. Grid ``W C``: W workers per channel
 (``kernels/two_scheduler.py``). Tasks of a channel: a network sender and a forwarder
 (``kernels/two_forward.py``) per other node, the rows that stay, a sender per other local rank, a
-receiver per source with another local index, the call barrier (of channel 0). Example: 2 nodes of 2
+receiver per source with another local index, the call barrier (of channel 0). Of one node some
+workers may have sends and the call barrier only (``dealt``). Example: 2 nodes of 2
 ranks, token 5 of rank 0 goes to ranks 2 and 3: rank 0 sends it once, to rank 2, whose forwarder
 places it, and stores it to ring (0, c) of rank 3. Example of one node: 2 ranks, 1 channel, a ring
 of 4 slots, 6 rows from 0 to 1 in chunks of 2: the sender puts rows 0-3 into slots 0-3, has no room
