@@ -50,7 +50,7 @@ def late_rows(seed: int) -> bool:
             put(*args)
             message = network.on_way[-1]
             word = (message.signal - network.regions[0][0][message.to]) // 8
-            if message.to == 1 and word == sizes.region.arrivals + 4:  # half 1, rank 0, rows
+            if message.to == 1 and word == sizes.region.arrivals:  # half 0, rank 0, rows
                 kept.append(network.on_way.pop())
 
         network.put_signal = put_signal

@@ -169,9 +169,8 @@ class Workspace:
         if any(far):
             at = self.sizes.state.far
             state[at : at + len(far)] = torch.tensor(far)
-        if self.per_node:  # the first call is 2: heartbeats, which are 0, are not of the one before
-            at = self.sizes.state.epochs
-            state[at : at + self.tuning.programs] = 1
+        at = self.sizes.state.epochs  # the first call is 2: no heartbeat is of the one before
+        state[at : at + self.tuning.programs] = 1
         return state
 
     def _far_ranks(self, forced: bool) -> list[bool]:
