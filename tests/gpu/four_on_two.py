@@ -18,12 +18,13 @@ multiprocessors (``all`` is a share of them), memory, L2 and NVLink. ``tokenyard
 those, with a GPU per rank.
 
 Each kind of call has an object of its own; what its cached calls return is compared with the truth,
-bit for bit, first. Kind ``cast`` is a dispatch of BF16 that is cast to FP8 on the way. A round is 4
-calls behind each other between CUDA events; GPUs sleep until the host has launched all of it, then
-streams wait for each other. Printed are median and least over rounds of the slowest rank's time
-divided by 4 (us), and ``net``: bytes of rows that the rank with fewest sends to other nodes, over
-the median. HOST LATE: in so many rounds a GPU woke up too early. A kind that fails is reported, and
-the next one goes on. Exit status: 0 if everything ran and was right.
+bit for bit, first. Kind ``cast`` is a dispatch of BF16 that is cast to FP8 on the way, ``fp8`` of
+rows that were cast before. A round is 4 calls behind each other between CUDA events; GPUs sleep
+until the host has launched all of it, then streams wait for each other. Printed are median and
+least over rounds of the slowest rank's time divided by 4 (us), and ``net``: bytes of rows that the
+rank with fewest sends to other nodes, over the median. HOST LATE: in so many rounds a GPU woke up
+too early. A kind that fails is reported, and the next one goes on. Exit status: 0 if everything ran
+and was right.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from benchmarks.twolevel_calls import GridTruth, rows_across
 from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from rank_threads import run_threads
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
+from tokenyard.formats import quantize
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors
 from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.routings import routing
@@ -58,7 +60,8 @@ EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 ENGINES, MAPS = ("twolevel", "nvlink"), ("A", "B")
 IN_PLACE = " in place"
 PLAIN_KINDS = ("bf16", "combine", "bf16" + IN_PLACE, "combine" + IN_PLACE)
-KINDS = (*PLAIN_KINDS, "cast", "cast" + IN_PLACE)
+MAJOR = " by expert"
+KINDS = (*PLAIN_KINDS, "cast", "cast" + IN_PLACE, "bf16" + MAJOR, "fp8", "fp8" + MAJOR)
 WARMUPS, CALLS = 2, 4
 SLEEP = 20_000_000  # cycles, about 10 ms: longer than the host takes to launch a round
 TIMEOUT, LIMIT = 40.0, 280.0  # seconds: of kernels and gates; of one combination
@@ -160,7 +163,10 @@ class Case:
         self.ep, self.truth, batch = ep, truth, truth.batch
         self.back, self.in_place = kind.startswith("combine"), kind.endswith(IN_PLACE)
         self.mode = ty.Quantize.FP8 if kind.startswith("cast") else None
-        received = ep.dispatch(batch.x, batch.topk_idx[ep.rank], batch.topk_weights[ep.rank])
+        self.x: Any = quantize(batch.x, ty.Quantize.FP8) if kind.startswith("fp8") else batch.x
+        layout = ty.Layout.EXPERT_MAJOR if kind.endswith(MAJOR) else ty.Layout.FLAT
+        mine = batch.topk_idx[ep.rank], batch.topk_weights[ep.rank]
+        received = ep.dispatch(batch.x, *mine, layout=layout)
         self.handle = received.handle
         self.rows = self.given = received.x.mul_(share(ep.rank))
         if self.back and self.in_place:
@@ -171,7 +177,7 @@ class Case:
         if self.back:
             return self.ep.combine(self.given, self.handle, in_place=self.in_place)
         return self.ep.dispatch(
-            self.truth.batch.x, handle=self.handle, quantize=self.mode, in_place=self.in_place
+            self.x, handle=self.handle, quantize=self.mode, in_place=self.in_place
         )
 
     def check(self) -> str:
@@ -354,7 +360,7 @@ class Rank:
         times = [max(each) for each in zip(*(each.times for each in found), strict=True)]
         median, late = statistics.median(times), max(each.late for each in found)
         plan = rows_across(self.picks[0], EXPERTS, self.setting.grid, per_node=self.two_levels)
-        row_bytes = HIDDEN + HIDDEN // 32 if kind.startswith("cast") else 2 * HIDDEN
+        row_bytes = HIDDEN + HIDDEN // 32 if kind.startswith(("cast", "fp8")) else 2 * HIDDEN
         moved = min(plan.received if kind.startswith("combine") else plan.sent) * row_bytes
         wrong = sorted({each.check for each in found} - {"ok"})
         return (

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.engines.tuning import peer_tuning
-from tokenyard.kernels.two_scheduler import dealt
+from tokenyard.kernels.two_scheduler import dealt, tasks_of_worker
 from tokenyard.testing import interpreter
 from tokenyard.topology import Topology, num_tasks
 
@@ -43,16 +43,14 @@ def test_no_more_programs_than_multiprocessors_are_lent(sms: int, ranks: int) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_workers_of_a_channel_have_each_task_once(ranks: int) -> None:
-    """In as many rounds as kernels make, whether some only send or all share all tasks. Senders
+    """In the rounds that kernels make, whether some only send or all share all tasks. Senders
     have sends and the call barrier: tasks 1 to R - 1, and the last.
     """
     tasks = num_tasks(ranks, 1)
     sends = {*range(1, ranks), tasks - 1}
-    grid = Topology(1, ranks)
-    tuning = peer_tuning(132, grid, all_sms=True)
     for workers in range(1, tasks + 1):
-        rounds = -(-tasks // workers)
-        for senders in {0, tuning.senders(workers, grid)}:
+        for senders in range(min(workers, ranks + 1)):
+            rounds: int = tasks_of_worker(tasks, workers, senders)
             each = torch.full((workers, rounds), -1, dtype=torch.int32)
             of_channel = SimpleNamespace(workers=workers, senders=senders)
             k: Any = SimpleNamespace(ranks=ranks, grid=of_channel)

@@ -99,6 +99,7 @@ from tokenyard.kernels.two_scheduler import (
     next_step,
     note_lack,
     place_in_round,
+    tasks_of_worker,
     reports,
 )
 from tokenyard.routing import power_of_two_at_least
@@ -259,7 +260,7 @@ def two_dispatch_kernel(
     )
     c, worker = pid % k.channels, pid // k.channels
     TASKS: tl.constexpr = num_tasks(k.ranks, grid.nodes)
-    ROUND: tl.constexpr = (TASKS + grid.workers - 1) // grid.workers
+    ROUND: tl.constexpr = tasks_of_worker(TASKS, grid.workers, grid.senders)
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
         if k.padding:

@@ -49,6 +49,14 @@ ON_TIME, DIRECT_REPORT, REPORT, ANY_REPORT, OVER = (tl.constexpr(step) for step 
 rows; then any."""
 
 
+@triton.constexpr_function
+def tasks_of_worker(tasks: int, workers: int, senders: int) -> int:
+    """Tasks of the worker that has most: a round. With ``senders``, half of the tasks are theirs
+    (:func:`dealt`)."""
+    fewest = min(senders, workers - senders)
+    return -(-tasks // 2 // fewest) if senders else -(-tasks // workers)
+
+
 @triton.jit
 def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
     """Which of its tasks a worker comes to in a turn. Channel 0 begins with the last place, where
@@ -57,7 +65,7 @@ def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
     Each channel begins a round elsewhere: if all were at the same kind of task at once, links would
     be idle while rows are copied inside ranks, and too narrow while they are stored to others.
     """
-    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
     return (turn + channel + ROUND - 1) % ROUND
 
 
@@ -101,7 +109,7 @@ def flush_signals(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
     """Add what this worker's tasks defer (release): behind all that it has stored and read so
     far."""
     EACH: tl.constexpr = deferred_words(k.grid.ranks_per_node)
-    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
     e = tl.arange(0, triton.next_power_of_2(ROUND * EACH))
     task = dealt(worker, e // EACH, k)
     at = deferred_of(state, task, channel, e % EACH, k)
@@ -131,7 +139,7 @@ def note_lack(state, turn, phase, source, lacks, k: tl.constexpr):
 @triton.jit
 def begin_tasks(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
     """This worker's tasks are at their beginning."""
-    for turn in range((tasks + k.grid.workers - 1) // k.grid.workers):
+    for turn in range(tasks_of_worker(tasks, k.grid.workers, k.grid.senders)):
         task = dealt(worker, turn + 0, k)
         if task < tasks:
             tl.store(done_in(state, task, channel, k), tl.full((), 0, tl.int64))
