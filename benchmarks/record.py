@@ -100,7 +100,7 @@ def write_record(
     )
     facts["devices"] = facts["devices"][:ranks]
     names: list[str] = facts["devices"]
-    hardware = f"{len(names)}x{names[0].split()[-1].lower()}" if device == "cuda" else "cpu"
+    hardware = f"{len(names)}x{model_of(names[0])}" if device == "cuda" else "cpu"
     path = out / f"{name}-{hardware}-{facts['date'][:10].replace('-', '')}.md"
     write_json(path.with_suffix(".json"), lines, facts)
     picture = path.with_suffix(".png")
@@ -108,6 +108,16 @@ def write_record(
     behind = f"\n![]({picture.name})\n" if drawn else ""
     path.write_text(page.markdown([*lines], suite, facts) + behind)
     return path
+
+
+def model_of(gpu: str) -> str:
+    """In the name of a GPU the first word with a digit.
+
+    >>> model_of("NVIDIA H100 80GB HBM3")
+    'h100'
+    """
+    words = gpu.lower().split()
+    return next((word for word in words if any(map(str.isdigit, word))), words[-1])
 
 
 def _draw(
