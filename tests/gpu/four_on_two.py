@@ -167,6 +167,7 @@ class Case:
         layout = ty.Layout.EXPERT_MAJOR if kind.endswith(MAJOR) else ty.Layout.FLAT
         mine = batch.topk_idx[ep.rank], batch.topk_weights[ep.rank]
         received = ep.dispatch(batch.x, *mine, layout=layout)
+        truth.check_rows(received)
         self.handle = received.handle
         self.rows = self.given = received.x.mul_(share(ep.rank))
         if self.back and self.in_place:

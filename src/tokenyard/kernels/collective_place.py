@@ -253,7 +253,7 @@ def _place_by_expert(payload, counts, a, source, begin, count, routing, result, 
     start = start_of(routing.plan, local, source, routing.num_tokens, k)
     slot = tl.load(start, mask=mine, other=0) + rank
     slot = tl.where(mine & (slot < routing.num_rows), slot, -1)
-    to = keep_slots(m, 1 + k.topk, slot, a, source, result, k.placing)
+    to = keep_slots(m, 1 + k.topk, pick, slot, a, source, result, k.placing)
     x = as_words(payload.rows, row.word_bits) + a.to(tl.int64) * k.strides.payload
     out = as_words(result.rows, row.word_bits)
     copy_row_to(x, out, row.words, to, to >= 0, row.words, k.block)

@@ -262,8 +262,7 @@ def config_of(
         in_memory=strides_in_memory(row), in_slot=strides_in_slots(row),
         ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots)),
         cast=cast_of(row_layout, mode, dtype), placing=placing,
-        rows_sent=1 if placing.by_expert else sent,
-        rows_received=1 if placing.by_expert else received, block=block, **more,
+        rows_sent=sent, rows_received=received, block=block, **more,
     )  # fmt: skip
 
 

@@ -50,6 +50,28 @@ def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr
 
 
 @triton.jit
+def copy_rows_to(
+    source, target, here, num_words: tl.constexpr, block: tl.constexpr, most: tl.constexpr
+):
+    """The same, each row to up to ``most`` rows of ``target``, whose ``index [B]`` points to their
+    numbers (int64), -1 behind the last: one read, several writes."""
+    BINS: tl.constexpr = triton.next_power_of_2(most)
+    n = tl.arange(0, BINS)[None, :]
+    table = tl.load(target.index[:, None] + n, mask=here[:, None] & (n < most), other=-1)
+    copies = tl.max(tl.sum((table >= 0).to(tl.int32), axis=1))
+    for at in range(0, num_words, block):
+        w = at + tl.arange(0, block)
+        mask = here[:, None] & (w < num_words)[None, :]
+        start = source.index.to(tl.int64)[:, None] * source.stride
+        v = tl.load(source.words + start + w[None, :], mask=mask, cache_modifier=".cg")
+        for j in range(0, copies):
+            to = tl.load(target.index + j, mask=here, other=-1)
+            start = to[:, None] * target.stride
+            there = mask & (to >= 0)[:, None]
+            tl.store(target.words + start + w[None, :], v, mask=there, cache_modifier=".cs")
+
+
+@triton.jit
 def load_rows(rows, here, w, k: tl.constexpr):
     """Channels ``w [BLOCK]`` of rows at the addresses ``rows [B]``; zeros where not ``here``."""
     BITS: tl.constexpr = k.dtype.primitive_bitwidth

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows
+from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to
 from tokenyard.kernels.region import first_expert, start_of
 from tokenyard.kernels.structs import Experts, Rows
 from tokenyard.kernels.sync import words
@@ -88,34 +88,40 @@ def unpack_flat(metadata, batch, source, experts, result, stride: tl.constexpr, 
 
 
 @triton.jit
-def unpack_by_expert(metadata, arrival, source, experts, routing, result, k: tl.constexpr):
-    """The same for one arrival row of a result by expert. Returns its result rows ``[topk_bins]``,
-    -1 where none is."""
+def unpack_by_expert(
+    metadata, batch, source, experts, routing, result, stride: tl.constexpr, k: tl.constexpr
+):
+    """The same for rows of a result by expert, with the result rows of each, which
+    ``result.slots`` holds then."""
     how: tl.constexpr = k.placing
-    pick = tl.arange(0, how.topk_bins)
-    m = as_words(metadata, 32)
-    ids = tl.load(m + 1 + pick, mask=pick < how.topk, other=-1)
+    pick, here = tl.arange(0, how.topk_bins)[None, :], batch.here[:, None]
+    index = tl.where(batch.here, batch.index, 0).to(tl.int64)[:, None]
+    m = as_words(metadata, 32) + index * stride
+    ids = tl.load(m + 1 + pick, mask=here & (pick < how.topk), other=-1)
     mine = (ids >= experts.first) & (ids < experts.end)
     rank = tl.load(m + 1 + how.topk + pick, mask=mine, other=0)
     local = tl.where(mine, ids - experts.first, 0)
     starts = start_of(routing.plan, local, source, routing.num_tokens, k)
     start = tl.load(starts, mask=mine, other=0)
     slot = tl.where(mine & (start + rank < routing.num_rows), start + rank, -1)
-    return keep_slots(m, 1 + 2 * how.topk, slot, arrival, source, result, how)
+    pick = tl.where(here, pick, how.topk_bins)  # nothing is stored of rows that do not exist
+    keep_slots(m, 1 + 2 * how.topk, pick, slot, batch.arrival[:, None], source, result, how)
 
 
 @triton.jit
-def keep_slots(m, weights_at: tl.constexpr, slot, arrival, source, result, how: tl.constexpr):
-    """Store the result rows ``slot [topk_bins]`` of one arrival row, by pick, and what comes with
-    them: the token is in word 0 of ``m``, weights begin at ``weights_at``. Returns the result
-    rows."""
-    pick = tl.arange(0, how.topk_bins)
-    nth = tl.cumsum((slot >= 0).to(tl.int32), 0) - 1
+def keep_slots(m, weights_at: tl.constexpr, pick, slot, arrival, source, result, how: tl.constexpr):
+    """Store the result rows ``slot`` of an arrival row, ``[topk_bins]`` by ``pick``, or of some,
+    ``[B, topk_bins]``; and what comes with them: the token is in word 0 of ``m``, weights begin at
+    ``weights_at``. Returns the result rows."""
+    PICKS: tl.constexpr = len(slot.shape) - 1
+    nth = tl.cumsum((slot >= 0).to(tl.int32), PICKS) - 1
     kept = (slot >= 0) & (nth < how.slots_per_row)  # a peer cannot send more
     at = arrival.to(tl.int64) * how.slots_per_row + nth
     tl.store(words(result.slots) + at, slot.to(tl.int64), mask=kept)
     tl.store(words(result.picks) + at, pick.to(tl.int64), mask=kept)
-    count = tl.sum(kept.to(tl.int32))
+    count = tl.sum(kept.to(tl.int32), PICKS)
+    if PICKS:
+        count = count[:, None]
     rest = (pick >= count) & (pick < how.slots_per_row)
     before = arrival.to(tl.int64) * how.slots_per_row
     tl.store(words(result.slots) + before + pick, (pick * 0 - 1).to(tl.int64), mask=rest)
@@ -129,15 +135,6 @@ def keep_slots(m, weights_at: tl.constexpr, slot, arrival, source, result, how: 
         words(result.source) + slot, ((source.to(tl.int64) << 32) | token) + (pick * 0), mask=kept
     )
     return tl.where(kept, slot, -1)
-
-
-@triton.jit
-def known_slots(result, arrival, how: tl.constexpr):
-    """The result rows of one arrival row in a cached dispatch, as :func:`unpack_by_expert` returns
-    them."""
-    pick = tl.arange(0, how.topk_bins)
-    slots = words(result.slots) + arrival.to(tl.int64) * how.slots_per_row + pick
-    return tl.load(slots, mask=pick < how.slots_per_row, other=-1).to(tl.int32)
 
 
 @triton.jit
@@ -162,28 +159,27 @@ def place_by_expert(
     payload, batch, source, experts, routing, result, strides: tl.constexpr, block: tl.constexpr,
     k: tl.constexpr,
 ):  # fmt: skip
-    """Move rows to a result by expert, one after the other: each is read once and written to all
-    its result rows."""
+    """Move rows to a result by expert, all at once: each is read once and written to all its
+    result rows."""
     row: tl.constexpr = k.row
-    for i in tl.static_range(batch.here.shape[0]):
-        one = tl.arange(0, batch.here.shape[0]) == i
-        if tl.max((one & batch.here).to(tl.int32)) > 0:
-            arrival = tl.sum(tl.where(one, batch.arrival, 0))
-            index = tl.sum(tl.where(one, batch.index, 0)).to(tl.int64)
-            if k.placing.fresh:
-                metadata = payload.metadata + index * (strides.metadata * 4)
-                to = unpack_by_expert(metadata, arrival, source, experts, routing, result, k)
-            else:
-                to = known_slots(result, arrival, k.placing)
-            x = as_words(payload.rows, row.word_bits) + index * strides.payload
-            out = as_words(result.rows, row.word_bits)
-            copy_row_to(x, out, row.words, to, to >= 0, row.words, block)
-            if row.scale_words:
-                copy_row_to(
-                    as_words(payload.scales, 32) + index * strides.scales,
-                    as_words(result.scales, 32), row.scale_words, to, to >= 0, row.scale_words,
-                    triton.next_power_of_2(row.scale_words),
-                )  # fmt: skip
+    MOST: tl.constexpr = k.placing.slots_per_row
+    if k.placing.fresh:
+        unpack_by_expert(
+            payload.metadata, batch, source, experts, routing, result, strides.metadata, k
+        )
+        tl.debug_barrier()  # all threads read what some have stored
+    slots = words(result.slots) + batch.arrival.to(tl.int64) * MOST
+    x, out = as_words(payload.rows, row.word_bits), as_words(result.rows, row.word_bits)
+    copy_rows_to(
+        Rows(words=x, index=batch.index, stride=strides.payload),
+        Rows(words=out, index=slots, stride=row.words), batch.here, row.words, block, MOST,
+    )  # fmt: skip
+    if row.scale_words:
+        copy_rows_to(
+            Rows(words=as_words(payload.scales, 32), index=batch.index, stride=strides.scales),
+            Rows(words=as_words(result.scales, 32), index=slots, stride=row.scale_words),
+            batch.here, row.scale_words, triton.next_power_of_2(row.scale_words), MOST,
+        )  # fmt: skip
 
 
 @triton.jit
