@@ -41,6 +41,7 @@ class LowLatencyTuning:
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
     once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
+    put_bytes: int = 1 << 16  # of rows or sums for a far rank, which one program puts
 
 
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
@@ -189,6 +190,11 @@ class Workspace:
         programs, num_warps = self.tuning.programs, self.tuning.num_warps
         most = self.tuning.max_registers
         return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
+
+    def chunk_rows(self, row_bytes: int) -> int:
+        """Rows or sums for a far rank that one program puts: more if there were too many chunks."""
+        least = -(-self.sizes.tokens // memory_map.CHUNKS)
+        return max(1, self.tuning.put_bytes // row_bytes, least)
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
