@@ -91,9 +91,8 @@ if takes_rows(to, call, sizes)
       put_far(call)
 """,  # model_rail._put
     ("low_latency_waits", "wait_row"): """
-wait_flag(first)
-if there & (t >= chunk_rows)
-  wait_flag(first + t // chunk_rows)
+while live
+  wait_flag(first + chunk)
 """,  # model_low_latency.until
     ("low_latency_rail", "hand_on"): """
 if is_active(call.active, s)

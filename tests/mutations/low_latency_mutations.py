@@ -200,7 +200,7 @@ FAR = {
         change("arrival_of(..., message=message_)", "put_rows", message_="ROWS + (chunk ^ 1)"),
     ),
     "far: rows of all chunks seen with the first": _far(
-        "acquire", rewrite("there_ & (t_ >= most_)", "there_ & (t_ < 0)", "wait_row")
+        "acquire", rewrite("(chunk_ < own_) & _ & _", "own_ < 0", "wait_row")
     ),
     "far: sums of all chunks seen with the first": _far(
         "acquire", rewrite("_ & (first_ > 0)", "here & (first_ < 0)", "wait_chunks")
@@ -244,7 +244,6 @@ RAIL = {
             "hand_on",
         ),
         within=20,
-        hint=9,
     ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
@@ -276,12 +275,12 @@ RAIL = {
         "last token",
         rewrite("tl.static_range(all_ // in_)", "tl.static_range(all_ // in_ - 1)", "sum_of_nodes"),
     ),
-    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=40, hint=26),
+    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=80, hint=70),
     "rail: slots with one half only": _rail(
         "reused too early",
         rewrite("(parity_ * all_ + rank_) * most_ + _", "rank_ * most_ + token", "slot_of"),
         within=40,
-        hint=13,
+        hint=4,
     ),
     "rail: neighbours not waited for": _rail(
         "wrong epoch",

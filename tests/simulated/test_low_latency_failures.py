@@ -122,8 +122,9 @@ def test_no_number_of_a_peer_becomes_an_address_or_an_index() -> None:
     rows are of tokens that can be.
     """
     jobs = [(2, 1), (2, 2)]
-    seeds = range(2, 2 + 4 * SOAK) if SOAK > 1 else (3,)
-    run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
+    seeds = range(5, 5 + 2 * SOAK) if SOAK > 1 else (5,)
+    came = run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
+    assert any(came)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,12 @@ def test_once_per_node_gives_the_bits_of_the_tree(grid: tuple[int, int]) -> None
     run_all("low_latency_ranks.check_between_nodes", jobs)
 
 
+def test_chunks_of_the_example() -> None:
+    """Each is put by another program, to its place, with its own signal, and says how many rows
+    there are in all."""
+    run_all("low_latency_far.example", [(seed,) for seed in range(2)])
+
+
 def test_two_objects_take_turns_between_nodes() -> None:
     """Through the simulated network with neighbours, and through pointers without; ``make soak``
     has the network without.

@@ -43,6 +43,10 @@ class LowLatencyTuning:
     once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
     put_bytes: int = 1 << 16  # of rows or sums for a far rank, which one program puts
 
+    def chunk_rows(self, row_bytes: int, max_tokens: int) -> int:
+        """How many these are: at least one, and more where CHUNKS would not be enough."""
+        return max(1, self.put_bytes // row_bytes, -(-max_tokens // memory_map.CHUNKS))
+
 
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
@@ -190,11 +194,6 @@ class Workspace:
         programs, num_warps = self.tuning.programs, self.tuning.num_warps
         most = self.tuning.max_registers
         return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
-
-    def chunk_rows(self, row_bytes: int) -> int:
-        """Rows or sums for a far rank that one program puts: more if there were too many chunks."""
-        least = -(-self.sizes.tokens // memory_map.CHUNKS)
-        return max(1, self.tuning.put_bytes // row_bytes, least)
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""

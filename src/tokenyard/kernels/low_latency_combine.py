@@ -375,7 +375,7 @@ def bind_combine(
         bias1=biases[1],
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
-        chunk_rows=workspace.chunk_rows(row_layout.slot_bytes),
+        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, workspace.config.max_tokens_per_rank),
         lost=lost and stages.receive,
         stages=stages,
         early=workspace.memory.early,

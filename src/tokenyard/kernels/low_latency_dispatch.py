@@ -171,7 +171,7 @@ def bind_dispatch(
         pieces=tuning.pieces,
         piece=max(1, words_bins // tuning.pieces),
         block=min(words_bins, tuning.words),
-        chunk_rows=workspace.chunk_rows(row_layout.slot_bytes),
+        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, config.max_tokens_per_rank),
         wide=wide,
         weighted=weighted,
         padded=spec.layout is Layout.EXPERT_PADDED,

@@ -168,11 +168,13 @@ def wait_row(s, t, call, chunk_rows: tl.constexpr, sizes: tl.constexpr):
     first chunk says whether there is one, then the row's own that it is here."""
     want, least = 2 * call.number, with_call(call.number, (t * 0).to(tl.int64))
     first = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, sizes)
-    seen = wait_flag(first, least, s, call, 1, sizes)
-    there = (seen >= least) & (t < value_in(seen))
-    if there & (t >= chunk_rows):
-        seen = wait_flag(first + t // chunk_rows, least, s, call, 1, sizes)
-    return tl.where(seen < least, want - 1, want + there.to(tl.int64))
+    own = t // chunk_rows
+    chunk, seen, live = own * 0, least, True
+    while live:
+        seen = wait_flag(first + chunk, least, s, call, 1, sizes)
+        live = (chunk < own) & (seen >= least) & (t < value_in(seen))
+        chunk = own
+    return tl.where(seen < least, want - 1, want + (t < value_in(seen)).to(tl.int64))
 
 
 @triton.jit
