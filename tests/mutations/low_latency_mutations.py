@@ -244,6 +244,7 @@ RAIL = {
             "hand_on",
         ),
         within=20,
+        hint=9,
     ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
