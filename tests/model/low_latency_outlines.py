@@ -5,7 +5,8 @@
 LOW_LATENCY_VERBS = (
     "wait_flag",
     "wait_flags",
-    "wait_far",
+    "wait_row",
+    "wait_chunks",
     "wait_counts",
     "wait_weights",
     "wait_packed",
@@ -36,7 +37,6 @@ LOW_LATENCY_VERBS = (
     "_send_in_node",
     "_send_sum",
     "_send_weights",
-    "_wait_far",
     "_place_row",
     "_places_and_weights",
     "_store_words",
@@ -50,16 +50,13 @@ LOW_LATENCY_OUTLINES = {
     ("low_latency_dispatch", "low_dispatch_kernel"): """
 if k.stages.send
   if pid >= P - R
-    if sizes.far
+    if is_active(active, to)
       send_counts(tokens)
-    else
-      if is_active(active, to)
-        send_counts(tokens)
   for range(pid, num_tokens * k.pieces, P)
     send_piece(tokens)
   if sizes.far
-    if pid >= P - R
-      put_rows((me + P - 1 - pid) % R)
+    for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
+      put_rows(tokens)
 if k.stages.receive
   if sizes.per_node
     if pid < P - 1
@@ -88,14 +85,19 @@ if sizes.far
 """,  # model_rail._pack
     ("low_latency_send", "put_rows"): """
 if takes_rows(to, call, sizes)
-  wait_packed(call.state)
-  if is_active(call.active, to)
-    put_far(call)
+  if (count > 0) | (chunk == 0)
+    wait_packed(call.state)
+    if is_active(call.active, to)
+      put_far(call)
 """,  # model_rail._put
+    ("low_latency_waits", "wait_row"): """
+while live
+  wait_flag(first + chunk)
+""",  # model_low_latency.until
     ("low_latency_rail", "hand_on"): """
 if is_active(call.active, s)
-  wait_flag(arrival_of(mine, call.parity, s, ROWS, sizes))
-if (seen >= least) & (t < value_in(seen))
+  wait_row(s)
+if seen > want
   for range(0, N, block)
     for tl.static_range(1, P)
       if tl.sum(tl.where(r == d, goes, 0)) > 0
@@ -113,7 +115,7 @@ _make_table(result)
 if tl.load(present_of(state, s, sizes)) != 0
   if sizes.far
     if takes_rows(s, call, sizes)
-      _wait_far(s)
+      wait_row(s)
     else
       wait_flag(flag)
   else
@@ -143,14 +145,14 @@ if k.stages.send
       _send_sum(sent)
   if sizes.far
     if not sizes.per_node
-      if pid >= P - R
+      for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
         put_sums(sent)
 if k.stages.receive
   if sizes.per_node
     if pid < P - 1
       for range(pid, (R // sizes.per_node - 1) * M, P - 1)
         sum_of_node(sent)
-      if pid >= P - R
+      for range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1)
         put_sums(sent)
   if pid == P - 1
     _lead(result.waits)
@@ -184,6 +186,8 @@ if sizes.far
 """,  # model_rail._hand_back
     ("low_latency_combine", "_add_rows"): """
 wait_flags(flags)
+if sizes.far
+  wait_chunks(sent)
 if k.shares > 1
   agree(flags)
 for range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block)
@@ -206,10 +210,14 @@ while packed < want
 tl.debug_barrier()
 tl.store(at)
 """,  # model_rail._put
+    ("low_latency_far_combine", "wait_chunks"): """
+wait_flags(flags)
+""",  # model_low_latency.until
     ("low_latency_far_combine", "put_sums"): """
 if takes_rows(to, call, sizes)
-  wait_packed(call.state)
-  if is_active(call.active, to)
+  if count > 0
+    wait_packed(call.state)
+  if ((count > 0) | (chunk == 0)) & is_active(call.active, to)
     put_far(call)
 """,  # model_rail._put
     ("low_latency_far_combine", "put_weights"): """

@@ -1,9 +1,10 @@
 """Engine low_latency where rows cross once per node, as a small model
 (``kernels/low_latency_rail.py``, ``low_latency_rail_combine.py``).
 
-Messages between nodes are those of ``model_low_latency.py``, and fenced: those from one rank to
-another land in the order of their calls. Inside a node ranks store, and set flags. A row that lands
-at a rail has two readers, who hands it on and who places it, so it has a cell for each.
+Messages between nodes are those of ``model_low_latency.py``, rows and sums in chunks, and fenced:
+those from one rank to another land in the order of their calls. Inside a node ranks store, and set
+flags. A row that lands at a rail has two readers, who hands it on and who places it, so it has a
+cell for each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 from itertools import permutations, product
 from typing import NamedTuple
 
-from model_low_latency import HEADER, ROWS, WEIGHTS, Call, Machines, Message
+from model_low_latency import HEADER, ROWS, WEIGHTS, Call, Chunks, Machines, Message, cut, until
 from model_machine import Look, Machine, Ops, Read, Release, Store, wait
 from model_rings import Bug, Kernels, Routing
 
@@ -27,18 +28,42 @@ class Slot(NamedTuple):
     row: int
 
 
+class Crossing(NamedTuple):
+    """Rows, or sums, from one rank to another. ``copies``: where the second reader finds rows."""
+
+    chunks: Chunks
+    copies: Sequence[int]
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for message in self.chunks for row in message.rows]
+
+    def place(self, j: int) -> tuple[Message, int]:
+        """The chunk of row number ``j``, and its place there; the first if there is none."""
+        size = max(len(self.chunks[0].rows), 1)
+        return (self.chunks[j // size], j % size) if j < len(self.rows) else (self.chunks[0], j)
+
+
 class Nodes:
-    """All ``calls`` of ranks in nodes of ``per_node``. ``in_turn``: a kernel has a program for each
-    rank, which does its part of each step, one after the other; else every part is a process."""
+    """All ``calls`` of ranks in nodes of ``per_node``; chunks have ``size`` rows. ``in_turn``: a
+    kernel has a program for each rank, which does its part of each step, one after the other; else
+    every part is a process."""
 
     def __init__(
-        self, calls: Sequence[Call], per_node: int, *, in_turn: bool = False, bug: str = ""
+        self,
+        calls: Sequence[Call],
+        per_node: int,
+        size: int,
+        *,
+        in_turn: bool = False,
+        bug: str = "",
     ) -> None:
         self._ranks, self._per_node, self._bug = len(calls[0].routing), per_node, Bug(bug)
+        self._size = size
         self._kernels = Kernels(self._ranks)
         self._cells: dict[tuple[object, ...], int] = {}
         self._void = self._kernels.machine.memory("nothing", 1)[0]
-        self._sent = defaultdict[tuple[int, int], list[tuple[int, int, int]]](list)
+        self._sent = defaultdict[tuple[int, int], list[tuple[int, int, int, int]]](list)
         self._most = max(len(tokens) for call in calls for tokens in call.routing)
         self._parts: list[tuple[int, int, str, Callable[[], Ops]]] = []
         for number, call in enumerate(calls):
@@ -122,26 +147,46 @@ class Nodes:
         cell = self._cell(number, *where) if row else self._void
         return Slot(cell, self._counter(number, "flag", *where), row)
 
+    def _crossing_in(
+        self, number: int, a: int, b: int, rows: list[int], *, copied: bool = False
+    ) -> Crossing:
+        """``rows`` from ``a`` to ``b``, which are ``copied`` or not."""
+        sent = [
+            self._message(number, ROWS, a, b, each, c * self._size, copied=copied)
+            for c, each in enumerate(cut(rows, self._size))
+        ]
+        return Crossing([message for message, _ in sent], [at for _, each in sent for at in each])
+
     def _message(
-        self, number: int, kind: int, a: int, b: int, rows: list[int], *, copied: bool = False
+        self,
+        number: int,
+        kind: int,
+        a: int,
+        b: int,
+        rows: list[int],
+        first: int = 0,
+        *,
+        copied: bool = False,
     ) -> tuple[Message, list[int]]:
-        """``rows`` from ``a`` to ``b``, and the wire that brings them; where the second reader
-        finds them, if they are ``copied``."""
+        """``rows`` from ``a`` to ``b``, from number ``first`` on, and the wire that brings them;
+        where the second reader finds them, if they are ``copied``."""
         places = [
-            [self._cell(number, what, kind, a, b, j) for j in range(len(rows))]
+            [self._cell(number, what, kind, a, b, first + j) for j in range(len(rows))]
             for what in ("staging", "landed", *["handed on"] * copied)
         ]
         packed, posted, signal = (
-            self._counter(number, what, kind, a, b) for what in ("packed", "posted", "signal")
+            self._counter(number, what, kind, first, a, b)
+            for what in ("packed", "posted", "signal")
         )
         message = Message(places[0], places[1], packed, posted, signal, rows)
         sent = self._sent[a, b]
-        earlier = [other for n, _, other in sent if n < number]
-        same = [other for n, k, other in sent if (n, k, rows) == (number - 2, kind, [])]
-        sent.append((number, kind, signal))
+        earlier = [other for n, _, _, other in sent if n < number]
+        word = number - 2, kind, first
+        same = [other for *at, other in sent if tuple(at) == word and not rows]
+        sent.append((number, kind, first, signal))
         copies = places[2] if copied else []
         carried = partial(self._carry, message, copies, earlier, same)
-        self._kernels.wire(a, f"wire {kind} of call {number} to {b}", carried)
+        self._kernels.wire(a, f"wire {kind} from {first} on of call {number} to {b}", carried)
         return message, copies
 
     def _carry(
@@ -183,9 +228,7 @@ class Nodes:
     def _dispatch(self, number: int, call: Call) -> None:
         tags, tokens = self._tags(number), range(self._most)
         sent = {
-            (a, b): self._message(
-                number, ROWS, a, b, self._crossing(number, call, a, b), copied=True
-            )
+            (a, b): self._crossing_in(number, a, b, self._crossing(number, call, a, b), copied=True)
             for a in range(self._ranks)
             for b in self._on_rail(a)
         }
@@ -203,22 +246,22 @@ class Nodes:
         for me in range(self._ranks):
             for t, row in enumerate(self._rows(number, call, me, range(self._ranks))):
                 slots = [near[me, b, row] for b in self._near(me) if (me, b, row) in near]
-                packs = partial(_pack, row, slots, [sent[me, b][0] for b in self._on_rail(me)])
-                self._do(me, t, f"packs row {row}", packs)
-            for b in self._on_rail(me):
-                puts = partial(_put, sent[me, b][0], self._bug)
-                self._do(me, self._pid(me, b), f"puts to {b}", puts)
+                to = [message for b in self._on_rail(me) for message in sent[me, b].chunks]
+                self._do(me, t, f"packs row {row}", partial(_pack, row, slots, to))
+            for u, b, message in self._puts(me, sent):
+                puts = partial(_put, message, self._bug)
+                self._do(me, self._ranks - 1 - u % self._ranks, f"puts to {b}", puts)
             kept = tokens[:-1] if self._bug("last row not handed on") else tokens
             for u, (s, j) in enumerate(product(self._on_rail(me), kept)):
                 slots = [handed[s, b, j] for b in self._near(me)]
-                hands = partial(_hand_on, *sent[s, me], j, slots, self._bug)
+                hands = partial(_hand_on, sent[s, me], j, slots, self._bug)
                 self._do(me, u % (self._ranks - 1), f"hands on row {j} of {s}", hands)
             ready = self._counter(number, "ready of", me)
             self._leads(me, tags, [ready])
             takes = [partial(_take, ready, slot) for (_, b, _), slot in near.items() if b == me]
             takes += [partial(_take, ready, slot) for (_, b, _), slot in handed.items() if b == me]
             takes += [
-                partial(_receive, ready, sent[s, me][0], j)
+                partial(_receive, ready, sent[s, me], j, self._bug)
                 for s, j in product(self._on_rail(me), tokens)
             ]
             for u, part in enumerate(takes):
@@ -227,7 +270,7 @@ class Nodes:
     def _combine(self, number: int, call: Call) -> None:
         tags, tokens = self._tags(number), range(self._most)
         sums = {
-            (b, a): self._message(number, ROWS, b, a, self._crossing(number, call, a, b))[0]
+            (b, a): self._crossing_in(number, b, a, self._crossing(number, call, a, b))
             for a in range(self._ranks)
             for b in self._on_rail(a)
         }
@@ -259,15 +302,22 @@ class Nodes:
                     given = weights.get((s, me)) if self._jth(number, call, s, me, j) else None
                     part = partial(_sum_of_node, sums[me, s], j, slots, given, self._bug)
                     self._do(me, u % (self._ranks - 1), f"sums row {j} of {s}", part)
-            for a in self._on_rail(me):
-                self._do(
-                    me, self._pid(me, a), f"puts to {a}", partial(_put, sums[me, a], self._bug)
-                )
+            for u, a, message in self._puts(me, sums):
+                puts = partial(_put, message, self._bug)
+                self._do(me, u % (self._ranks - 1), f"puts to {a}", puts)
             self._leads(me, tags, [])
             for t, row in enumerate(self._rows(number, call, me, range(self._ranks))):
                 slots = [near[b, me, row] for b in self._near(me) if (b, me, row) in near]
-                adds = partial(_add, row, slots, [sums[b, me] for b in self._on_rail(me)])
-                self._do(me, t, f"adds row {row}", adds)
+                others = [sums[b, me] for b in self._on_rail(me)]
+                self._do(me, t, f"adds row {row}", partial(_add, row, slots, others, self._bug))
+
+    def _puts(
+        self, me: int, sent: dict[tuple[int, int], Crossing]
+    ) -> Iterator[tuple[int, int, Message]]:
+        """Each chunk, with its number in the round of puts and where it goes."""
+        for b in self._on_rail(me):
+            for c, message in enumerate(sent[me, b].chunks):
+                yield c * self._ranks + (b - me - 1) % self._ranks, b, message
 
     def _weights(self, number: int, call: Call) -> dict[tuple[int, int], Message]:
         """Of the owner, to whom each of its rows goes; to far ranks by messages of their own."""
@@ -320,16 +370,14 @@ def _put(message: Message, bug: Bug) -> Ops:
     yield Release(message.posted)
 
 
-def _hand_on(
-    message: Message, copies: Sequence[int], j: int, slots: Sequence[Slot], bug: Bug
-) -> Ops:
+def _hand_on(sent: Crossing, j: int, slots: Sequence[Slot], bug: Bug) -> Ops:
     """``hand_on``: row number ``j`` to the neighbours that it goes to, and word to all."""
-    yield from wait(message.signal, 1)
+    yield from until(sent.chunks, sent.place(j)[0], bug)
     flags, early = [slot.flag for slot in slots], bug("flag before the row")
     if early:
         yield from _release(flags)
-    if j < len(message.rows):
-        yield Read(copies[j], message.rows[j])
+    if j < len(sent.rows):
+        yield Read(sent.copies[j], sent.rows[j])
         for slot in slots:
             if slot.row:
                 yield Store(slot.cell, slot.row)
@@ -345,12 +393,13 @@ def _take(ready: int, slot: Slot) -> Ops:
         yield Read(slot.cell, slot.row)
 
 
-def _receive(ready: int, message: Message, j: int) -> Ops:
+def _receive(ready: int, sent: Crossing, j: int, bug: Bug) -> Ops:
     """``receive_slot`` of row number ``j`` of a far rank."""
     yield from wait(ready, 1, stream=True)
-    yield from wait(message.signal, 1)
-    if j < len(message.rows):
-        yield Read(message.target[j], message.rows[j])
+    message, at = sent.place(j)
+    yield from until(sent.chunks, message, bug)
+    if at < len(message.rows):
+        yield Read(message.target[at], message.rows[at])
 
 
 def _weigh(weights: Message | None, row: int) -> Ops:
@@ -373,11 +422,12 @@ def _hand_back(slot: Slot, weights: Message | None, bug: Bug) -> Ops:
 
 
 def _sum_of_node(
-    message: Message, j: int, slots: Sequence[Slot], weights: Message | None, bug: Bug
+    sums: Crossing, j: int, slots: Sequence[Slot], weights: Message | None, bug: Bug
 ) -> Ops:
     """``sum_of_node``: the own sum, those of the neighbours, into staging."""
-    yield from _weigh(weights, message.rows[j])
-    yield Store(message.source[j], message.rows[j])
+    message, at = sums.place(j)
+    yield from _weigh(weights, message.rows[at])
+    yield Store(message.source[at], message.rows[at])
     for slot in slots:
         if not bug("neighbours not awaited"):
             yield from wait(slot.flag, 1)
@@ -386,15 +436,16 @@ def _sum_of_node(
     yield Release(message.packed)
 
 
-def _add(row: int, slots: Sequence[Slot], messages: Sequence[Message]) -> Ops:
+def _add(row: int, slots: Sequence[Slot], sums: Sequence[Crossing], bug: Bug) -> Ops:
     """``_add_rows``: what neighbours made of a row, and other nodes."""
     for slot in slots:
         yield from wait(slot.flag, 1)
         yield Read(slot.cell, row)
-    for message in messages:
-        if row in message.rows:
-            yield from wait(message.signal, 1)
-            yield Read(message.target[message.rows.index(row)], row)
+    for each in sums:
+        if row in each.rows:
+            message, at = each.place(each.rows.index(row))
+            yield from until(each.chunks, message, bug)
+            yield Read(message.target[at], row)
 
 
 # Ranks that are left out
@@ -525,15 +576,17 @@ _ALL: Routing = tuple((tuple(b for b in range(4) if b != a),) for a in range(4))
 _THREE_NODES: Routing = (((2,),), (), (), ((0, 1),), (), ((0, 3),))
 
 
-def _there_and_back(routing: Routing, *, in_turn: bool = False, weighted: bool = True) -> Machines:
-    """Dispatch, combine, dispatch: halves are used again."""
+def _there_and_back(
+    routing: Routing, *, in_turn: bool = False, weighted: bool = True, size: int = 1
+) -> Machines:
+    """Dispatch, combine, dispatch: halves are used again. Chunks of ``size`` rows."""
     calls = [Call(routing), Call(routing, combine=True, weighted=weighted), Call(routing)]
-    return lambda bug: iter([Nodes(calls, 2, in_turn=in_turn, bug=bug).machine])
+    return lambda bug: iter([Nodes(calls, 2, size, in_turn=in_turn, bug=bug).machine])
 
 
 def _again(routing: Routing, *, combine: bool) -> Machines:
     calls = [Call(routing, combine=combine)] * 3
-    return lambda bug: iter([Nodes(calls, 2, bug=bug).machine])
+    return lambda bug: iter([Nodes(calls, 2, 1, bug=bug).machine])
 
 
 def _leave_each_other(calls: int) -> Machines:
@@ -542,7 +595,7 @@ def _leave_each_other(calls: int) -> Machines:
 
 def mortals() -> Machine:
     """A dispatch and its combine, of which a rank may die."""
-    return Nodes([Call(_ONE), Call(_ONE, combine=True)], 2, in_turn=True).machine
+    return Nodes([Call(_ONE), Call(_ONE, combine=True)], 2, 1, in_turn=True).machine
 
 
 NODES = {
@@ -550,7 +603,9 @@ NODES = {
     "a row, program by program": _there_and_back(_ONE, in_turn=True),
     "both ways": _there_and_back(_BOTH_WAYS),
     "both ways, program by program": _there_and_back(_BOTH_WAYS, in_turn=True),
-    "several rows": _there_and_back(_SEVERAL),
+    "several rows": _there_and_back(_SEVERAL, size=2),
+    "several chunks": _there_and_back(_SEVERAL),
+    "several chunks, program by program": _there_and_back(_SEVERAL, in_turn=True),
     "all to all": _there_and_back(_ALL),
     "three nodes": _there_and_back(_THREE_NODES, weighted=False),
     "dispatches only": _again(_ONE, combine=False),
@@ -567,6 +622,7 @@ BUGS = {
     "flag before the row": ("a row", "finds"),
     "flag before the sum": ("a row", "finds"),
     "last row not awaited": ("several rows", "finds"),
+    "own chunk not awaited": ("several chunks", "finds"),
     "neighbours not awaited": ("a row", "finds"),
     "last row not handed on": ("a row", "nobody can go on"),
     "last sum not handed back": ("a row", "nobody can go on"),

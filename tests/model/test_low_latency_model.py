@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model_explorer import explore
-from model_low_latency import ALONE, APART, BUGS, FAR, LARGE
+from model_low_latency import APART, BUGS, FAR, LARGE, MORTALS
 from nvlink_pool import SOAK, without_devices
 
 pytestmark = without_devices
@@ -19,9 +19,10 @@ def test_nothing_fails(name: str) -> None:
 
 
 @pytest.mark.parametrize("mortal", [0, 1])
-def test_who_waits_waits_for_the_rank_that_dies(mortal: int) -> None:
+@pytest.mark.parametrize("name", MORTALS)
+def test_who_waits_waits_for_the_rank_that_dies(name: str, mortal: int) -> None:
     """At every step, and each of its programs and messages for itself."""
-    for machine in ALONE(""):
+    for machine in MORTALS[name](""):
         found = explore(machine, mortal=(mortal,))
         assert found.finals > 1 and not found.failure, str(found)
 

@@ -174,13 +174,11 @@ FAR = {
     ),
     "far: rows of the last but one": _far(
         "wrong epoch",
-        rewrite("with_call(call_.number, _)", "with_call(call_.number - 2, 0)", "wait_far", nth=0),
+        rewrite("with_call(call_.number, _)", "with_call(call_.number - 2, 0)", "wait_row"),
     ),
     "far: last row dropped": _far(
         "last token",
-        rewrite(
-            "rows_ * k_.row.slot_bytes", "tl.maximum(rows_ - 1, 0) * k_.row.slot_bytes", "put_rows"
-        ),
+        rewrite("rows_ * row_bytes", "tl.maximum(rows_ - 1, 0) * row_bytes", "put_rows"),
     ),
     "far: last sum dropped": _far(
         "last token",
@@ -190,7 +188,32 @@ FAR = {
         "last token",
         rewrite("rows_ * (8 * topk_)", "tl.maximum(rows_ - 1, 0) * (8 * topk_)", "put_weights"),
     ),
-    "far: staging with one half only": _far("reused too early", _ONE_STAGE, within=40, hint=7),
+    "far: all chunks counted as the first": _far(
+        "flag before data",
+        rewrite("ROWS + number_ // k_.chunk_rows", "ROWS + number_ * 0", "send_piece"),
+    ),
+    "far: all sums counted as those of the first chunk": _far(
+        "flag before data", rewrite("ROWS + t_ // k_.chunk_rows", "ROWS + t_ * 0", "send_sum")
+    ),
+    "far: signal of another chunk": _far(
+        "flag before data",
+        change("arrival_of(..., message=message_)", "put_rows", message_="ROWS + (chunk ^ 1)"),
+    ),
+    "far: rows of all chunks seen with the first": _far(
+        "acquire", rewrite("(chunk_ < own_) & _ & _", "own_ < 0", "wait_row")
+    ),
+    "far: sums of all chunks seen with the first": _far(
+        "acquire", rewrite("_ & (first_ > 0)", "here & (first_ < 0)", "wait_chunks")
+    ),
+    "far: last chunk of rows dropped": _far(
+        "last token",
+        rewrite("tl.cdiv(most_, in_)", "tl.cdiv(most_ - 1, in_)", "low_dispatch_kernel"),
+    ),
+    "far: last chunk of sums dropped": _far(
+        "last token",
+        rewrite("tl.cdiv(most_, in_)", "tl.cdiv(most_ - 1, in_)", "low_combine_kernel", nth=0),
+    ),
+    "far: staging with one half only": _far("reused too early", _ONE_STAGE, within=40, hint=16),
 }
 """Of puts; the verb's own are in ``twolevel_mutations.py``."""
 
@@ -235,6 +258,13 @@ RAIL = {
     "rail: sum handed back without barrier": _rail(
         "barrier", drop_barrier("hand_back", before=_FLAG)
     ),
+    "rail: all sums counted as those of the first chunk": _rail(
+        "flag before data", rewrite("ROWS + t_ // k_.chunk_rows", "ROWS + t_ * 0", "sum_of_node")
+    ),
+    "rail: last chunk of sums dropped": _rail(
+        "last token",
+        rewrite("tl.cdiv(most_, in_)", "tl.cdiv(most_ - 1, in_)", "low_combine_kernel", nth=1),
+    ),
     "rail: own sum written while it is read": _rail(
         "barrier", drop_barrier("add_neighbours", nth=0)
     ),
@@ -246,12 +276,12 @@ RAIL = {
         "last token",
         rewrite("tl.static_range(all_ // in_)", "tl.static_range(all_ // in_ - 1)", "sum_of_nodes"),
     ),
-    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=40, hint=26),
+    "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=80, hint=70),
     "rail: slots with one half only": _rail(
         "reused too early",
         rewrite("(parity_ * all_ + rank_) * most_ + _", "rank_ * most_ + token", "slot_of"),
         within=40,
-        hint=13,
+        hint=4,
     ),
     "rail: neighbours not waited for": _rail(
         "wrong epoch",

@@ -52,6 +52,8 @@ class Scenario:
     """Puts go through the simulated network; else through pointers."""
     once: bool = False
     """Rows cross once per node."""
+    put_bytes: int = 1
+    """Of a chunk for a far rank, which has a row at least."""
 
     @property
     def tuning(self) -> LowLatencyTuning:
@@ -66,6 +68,7 @@ class Scenario:
             pieces=self.pieces,
             shares=most,
             once_per_node=self.once,
+            put_bytes=self.put_bytes,
         )
 
     @property
@@ -126,9 +129,10 @@ def draw(world_size: int, seed: int, wide: bool = False) -> Scenario:
 def between_nodes(nodes: int, per_node: int, seed: int, once: bool = False) -> Scenario:
     """The scenario of a seed where ranks of other nodes are far. Every third puts through
     pointers. ``once``: rows cross once per node."""
-    return replace(
-        draw(nodes * per_node, seed, once), per_node=per_node, network=seed % 3 != 2, once=once
-    )
+    scenario = draw(nodes * per_node, seed, once)
+    put_bytes = (1, 120, 1)[seed % 3]
+    network = seed % 3 != 2
+    return replace(scenario, per_node=per_node, network=network, once=once, put_bytes=put_bytes)
 
 
 def _round(scenario: Scenario, random: Random, seed: int) -> Round:
@@ -193,6 +197,7 @@ def rehearsal(seed: int, part: str = "rings") -> Scenario:
         hidden=40,
         programs=size + 1,
         rounds=rounds,
+        put_bytes=(1, 250)[seed % 2],
     )
     if part == "rail":
         return replace(scenario, per_node=2, once=True, rounds=rounds[:4])

@@ -48,6 +48,7 @@ def life(world_size: int, seed: int, per_node: int = 0, once: bool = False) -> S
         per_node=per_node,
         network=seed % 4 != 3,
         once=once,
+        put_bytes=(1, 32, 128)[seed % 3],
     )
 
 

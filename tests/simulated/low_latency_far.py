@@ -1,5 +1,6 @@
 """Stories of ranks that get puts: one that is given up just as its rows come, and is back before
-the combine; two objects whose calls are under way together; a network that keeps messages back.
+the combine; two objects whose calls are under way together; a network that keeps messages back;
+the example of the kernels.
 Reached through ``nvlink_pool.py``.
 """
 
@@ -7,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from low_latency_cases import rehearsal
+from cases import Case
+from low_latency_cases import PADDED, Round, Scenario, rehearsal
 from low_latency_failures import TIMEOUT, WAYS, case_of, life, meet, play, sum_up, sums_of
 from low_latency_mutations import NO_FENCE, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached, run
 from tokenyard.engines.base import CombineArguments
+from tokenyard.kernels.low_latency_memory import CHUNKS, PIECES
 from tokenyard.testing import assert_same_bits, poisoned
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, scheduler, simulate
 from tokenyard.testing.simulator.machine import Machine
@@ -32,8 +36,9 @@ PRESENT = ((0,), (1,), (0, 1), ())
 
 
 def late_rows(seed: int) -> bool:
-    """Rank 1 waits for rank 0's rows in vain. As soon as a program of it has left rank 0 out, they
-    are there: others still take them. Whether some rows came, but not all.
+    """Rank 1 waits for rank 0's rows in vain: for all, or for all chunks but the first. As soon as
+    a program of it has left rank 0 out, they are there: others still take them. Whether some rows
+    came, but not all.
     """
     scenario = replace(life(2, seed, 1), network=True, num_experts=2)
     case, way = case_of(scenario, seed, 0), WAYS[seed % 3]
@@ -42,7 +47,7 @@ def late_rows(seed: int) -> bool:
     torn: list[bool] = []
 
     def hold(mine: RankRun) -> None:
-        """Messages of rows wait."""
+        """Chunks of rows wait, of half 0."""
         network, sizes = mine.ranks.sim.network, mine.engine._workspace.sizes
         put = network.put_signal
 
@@ -50,7 +55,7 @@ def late_rows(seed: int) -> bool:
             put(*args)
             message = network.on_way[-1]
             word = (message.signal - network.regions[0][0][message.to]) // 8
-            if message.to == 1 and word == sizes.region.arrivals:  # half 0, rank 0, rows
+            if message.to == 1 and word - sizes.region.arrivals in range(seed % 2, CHUNKS):
                 kept.append(network.on_way.pop())
 
         network.put_signal = put_signal
@@ -172,6 +177,78 @@ class KeepsBack(Network):
             super()._signal(each)
 
 
+class Put(NamedTuple):
+    """By a program, in a half: offsets in the region of the rank that gets it."""
+
+    program: str
+    target: int
+    num_bytes: int
+    signal: int
+    value: int
+
+
+class Notes(Network):
+    """Notes what is put."""
+
+    puts: ClassVar[list[Put]] = []
+
+    def put_signal(
+        self, target: int, source: int, num_bytes: int, signal: int, value: int, operation: int,
+        to: int,
+    ) -> None:  # fmt: skip
+        caller = self._machine.caller
+        first = self.regions[0][0][caller.rank]
+        self.puts.append(Put(caller.name, target - first, num_bytes, signal - first, value))
+        super().put_signal(target, source, num_bytes, signal, value, operation, to)
+
+
+class Example(Case):
+    """Rank 0 has tokens 0 to 3, of which 0, 2 and 3 go to rank 1, which has none."""
+
+    @cached_property
+    def picks(self) -> list[tuple[Tensor, Tensor]]:
+        ids = torch.tensor([[1], [0], [1], [1]])
+        return [(ids[:n], torch.ones(n, 1)) for n in (4, 0)]
+
+
+def example(seed: int) -> None:
+    """The one of ``kernels/low_latency_far.py``; far rank 5 is rank 1."""
+    case = Example(
+        2, num_tokens=4, num_topk=1, num_experts=2, layout=PADDED, exact=False, seed=seed
+    )
+    scenario = Scenario(2, 2, 1, 4, case.hidden, 3, (Round(case, ("plain",)),), per_node=1)
+    sizes: list[Any] = []
+
+    def body(mine: RankRun) -> None:
+        sizes.append(mine.engine._workspace.sizes)
+        mine.round(scenario.rounds[0])
+
+    with mock.patch.object(scheduler, "Network", Notes), mock.patch.object(Notes, "puts", []):
+        play(replace(scenario, put_bytes=200), body, seed, timeouts=False)
+        puts = Notes.puts
+    at, half, slot = sizes[0].region, 2 * 4, sizes[0].slot_bytes  # half: slots of two ranks
+    row, total, back = 96, 80, half + 4  # bytes; the slots (1, 0) of half 1
+    rows = [
+        Put(
+            "rank 0, low_dispatch_kernel[{}]", at.slots + done * row, n * row, 8 * word, 2 << 24 | 3
+        )
+        for done, n, word in ((0, 2, at.arrivals), (2, 1, at.arrivals + 1))
+    ]
+    sums = [
+        Put(
+            "rank 1, low_combine_kernel[{}]", at.slots + back * slot + done * total, n * total,
+            8 * (at.flags + (back + done) * PIECES), 2 * 3 + 1,
+        )
+        for done, n in ((0, 2), (2, 1))
+    ]  # fmt: skip
+    for want in (rows, sums):
+        there = {put.target for put in want}
+        got = sorted((put for put in puts if put.target in there), key=lambda put: put.target)
+        assert [put._replace(program=w.program) for put, w in zip(got, want, strict=True)] == want
+        assert len({put.program for put in got}) == 2
+        assert all(put.program[:-2] == want[0].program[:-3] for put in got)
+
+
 ANY = (-1, 0, 1, 2, 3, 5, 2**31 - 1, -(2**31), 2**32 + 7, 2**40, -(2**63), 2**63 - 1)
 """What a rank may say that lies."""
 
@@ -210,7 +287,8 @@ class Lies(Network):
 
 def lies(nodes: int, per_node: int, seed: int) -> int:
     """Rank 0 tells other nodes any numbers: nobody touches what is not its own, and no row has a
-    source that cannot be. How many rows of rank 0 they take.
+    source that cannot be. It may wait in vain for sums of rows that it has not told of. How many
+    rows of rank 0 the others take.
     """
     size, came = nodes * per_node, list[int]()
     scenario = replace(life(size, seed, per_node, per_node > 1), network=True)
@@ -232,7 +310,7 @@ def lies(nodes: int, per_node: int, seed: int) -> int:
             mine.call(call == 2, mine.engine.combine, arguments)
 
     with mock.patch.object(scheduler, "Network", Lies):
-        play(scenario, body, seed, timeouts=False)
+        play(scenario, body, seed)
     return sum(came)
 
 

@@ -108,11 +108,13 @@ def test_no_sum_lacks_a_rank_in_some_channels_only() -> None:
 
 
 def test_no_sum_is_of_rows_that_came_too_late() -> None:
-    """A far rank is left out, and its rows come: programs that look later take them. If it is back
-    at once, it gets the sums of all its rows, or none, and its lost weights say which.
+    """A far rank is left out, and its rows come, all or all chunks but the first: programs that
+    look later take them. If it is back at once, it gets the sums of all its rows, or none, and its
+    lost weights say which.
     """
-    torn = run_all("low_latency_far.late_rows", [(seed,) for seed in range(15, 15 + SOAK)])
-    assert torn[0]
+    tried = 20, 25, *range(40, 39 + SOAK)
+    torn = run_all("low_latency_far.late_rows", [(seed,) for seed in tried])
+    assert torn[:2] == [True, True]
 
 
 def test_no_number_of_a_peer_becomes_an_address_or_an_index() -> None:
@@ -120,8 +122,9 @@ def test_no_number_of_a_peer_becomes_an_address_or_an_index() -> None:
     rows are of tokens that can be.
     """
     jobs = [(2, 1), (2, 2)]
-    seeds = range(2, 2 + 4 * SOAK) if SOAK > 1 else (3,)
-    run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
+    seeds = range(5, 5 + 2 * SOAK) if SOAK > 1 else (5,)
+    came = run_all("low_latency_far.lies", [(*job, seed) for job in jobs for seed in seeds])
+    assert any(came)
 
 
 @pytest.mark.parametrize(

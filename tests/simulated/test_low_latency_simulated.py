@@ -17,7 +17,7 @@ pytestmark = without_devices
 
 SEEDS = {1: 1, 2: 6, 3: 4, 4: 2, 8: 1} | ({16: 1} if SOAK > 1 else {})
 """Seeds by world size; ``make soak`` runs more."""
-GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (2, 4): 1, (4, 4): 1}
+GRIDS = {(2, 1): 3, (2, 2): 2, (3, 1): 1, (4, 1): 1, (2, 4): 1, (4, 4): 1}
 """Likewise, by nodes and ranks of each."""
 ONCE = {(2, 2): 4, (2, 4): 2, (3, 2): 1, **({(4, 4): 1} if SOAK > 1 else {})}
 """Likewise, where rows cross once per node."""
@@ -72,6 +72,12 @@ def test_once_per_node_gives_the_bits_of_the_tree(grid: tuple[int, int]) -> None
     any number of picks, of experts and of tokens."""
     jobs = [(*grid, seed, True) for seed in range(ONCE[grid] * SOAK)]
     run_all("low_latency_ranks.check_between_nodes", jobs)
+
+
+def test_chunks_of_the_example() -> None:
+    """Each is put by another program, to its place, with its own signal, and says how many rows
+    there are in all."""
+    run_all("low_latency_far.example", [(seed,) for seed in range(2)])
 
 
 def test_two_objects_take_turns_between_nodes() -> None:

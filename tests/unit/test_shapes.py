@@ -10,6 +10,7 @@ from tokenyard.engines.choice import Request
 from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.tuning import peer_tuning
 from tokenyard.engines.workspace import SHARED_BYTES
+from tokenyard.kernels.low_latency_memory import CHUNKS
 from tokenyard.topology import Topology, num_tasks
 
 SMS = 132
@@ -54,6 +55,17 @@ def test_rounds_of_sums_fit_into_shared_memory(
     assert 0 < rows <= config.rows
     assert 1 < stages <= config.stages
     assert (stages - 1) * rows * row_bytes <= shared
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "tokens", "rows"),
+    [(7680, 128, 8), (14464, 128, 4), (1 << 20, 4, 1), (14464, 4096, 128), (64, 8, 1024)],
+)
+def test_chunks_are_of_some_size_and_few(row_bytes: int, tokens: int, rows: int) -> None:
+    """Of rows for a far rank: of 64 KiB, of a row at least, and 32 of the most rows."""
+    tuning = low_latency_workspace.low_latency_tuning(SMS, 2, tokens)
+    assert tuning.chunk_rows(row_bytes, tokens) == rows
+    assert -(-tokens // rows) <= CHUNKS
 
 
 def test_at_most_half_is_spared() -> None:

@@ -41,6 +41,11 @@ class LowLatencyTuning:
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
     once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
+    put_bytes: int = 1 << 16  # of rows or sums for a far rank, which one program puts
+
+    def chunk_rows(self, row_bytes: int, max_tokens: int) -> int:
+        """How many these are: at least one, and more where CHUNKS would not be enough."""
+        return max(1, self.put_bytes // row_bytes, -(-max_tokens // memory_map.CHUNKS))
 
 
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:

@@ -34,10 +34,10 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import (
-    count_packed, is_far, tell_or_put, via_of,
+    count_packed, first_put, is_far, tell_or_put, via_of,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_far_combine import (
-    put_sums, put_weights, stage_weights, wait_far_weights,
+    put_sums, put_weights, stage_weights, wait_chunks, wait_far_weights,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_lost import (
     merged_ids, owner_weights, sums_of, tell_lost,
@@ -76,6 +76,7 @@ class CombineConfig(NamedTuple):
     bias1: Any
     kept_at: int  # bytes of a slot before the picks that a sum has; 0: there is no capacity
     sum_bytes: int  # from one sum for a far rank to the next
+    chunk_rows: int  # sums for a far rank that one program puts
     lost: bool  # told what sums lack
     stages: Stages
     early: bool  # programs may be set up while the launch before still runs
@@ -173,7 +174,7 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
         tl.atomic_max(flag, 2 * call.number + 1, mask=told, sem="release", scope="sys")
     if sizes.far:
         if came:
-            count_packed(call.state, ROWS, s, came, sizes)
+            count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)
 
 
 @triton.jit
@@ -255,6 +256,8 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         slots = sums_of(sent, mine, t, owner, call, k)
     want = 2 * call.number
     seen = wait_flags(flags, want, here, r, call, sizes)
+    if sizes.far:
+        flags, seen = wait_chunks(sent, seen, t, owner, here, r, call, k)
     got = (here & (seen == want + 1)).to(tl.int32)
     if k.shares > 1:
         doubted = goes & ((here == 0) | (seen < want))
@@ -330,15 +333,15 @@ def low_combine_kernel(
                 _send_sum(sent, (u // M + me) % R, u % M, call, k)
         if sizes.far:
             if not sizes.per_node:
-                if pid >= P - R:
-                    put_sums(sent, (me + P - 1 - pid) % R, call, k)
+                for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
+                    put_sums(sent, (me + 1 + u) % R, u // R, call, k)
     if k.stages.receive:
         if sizes.per_node:
             if pid < P - 1:  # all but the leader, which waits for other ranks too
                 for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
                     sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
-                if pid >= P - R:
-                    put_sums(sent, (me + P - 1 - pid) % R, call, k)
+                for u in range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1):
+                    put_sums(sent, (me + 1 + u) % R, u // R, call, k)
         if pid == P - 1:
             _lead(result.waits, tag, call, k)
         for u in range(pid, num_tokens * k.shares, P):
@@ -372,6 +375,7 @@ def bind_combine(
         bias1=biases[1],
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
+        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, workspace.config.max_tokens_per_rank),
         lost=lost and stages.receive,
         stages=stages,
         early=workspace.memory.early,

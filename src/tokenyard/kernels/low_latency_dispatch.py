@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.low_latency_far import first_put
 from tokenyard.kernels.low_latency_memory import Sizes, Stages, address, epoch_of, slots_in
 from tokenyard.kernels.low_latency_rail import hand_on, source_of
 from tokenyard.kernels.low_latency_receive import empty_rows, finish_block, lead, receive_slot
@@ -60,6 +61,7 @@ class DispatchConfig(NamedTuple):
     pieces: int  # of a row
     piece: int  # words of a piece
     block: int  # words of a row in flight
+    chunk_rows: int  # rows for a far rank that one program puts
     wide: bool  # ids are int64
     weighted: bool
     padded: bool  # blocks of experts have one size
@@ -117,19 +119,15 @@ def low_dispatch_kernel(
         timeout=timeout,
     )  # fmt: skip
     if k.stages.send:
-        rows = me * 0
         if pid >= P - R:
             to = (me + P - 1 - pid) % R
-            if sizes.far:
-                rows = send_counts(tokens, num_tokens, tag, to, call, k)
-            else:
-                if is_active(active, to):
-                    send_counts(tokens, num_tokens, tag, to, call, k)
+            if is_active(active, to):
+                send_counts(tokens, num_tokens, tag, to, call, k)
         for u in range(pid, num_tokens * k.pieces, P):
             send_piece(tokens, result, num_tokens, u // k.pieces, u % k.pieces, call, k)
         if sizes.far:
-            if pid >= P - R:
-                put_rows((me + P - 1 - pid) % R, rows, call, k)
+            for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
+                put_rows(tokens, num_tokens, (me + 1 + u) % R, u // R, call, k)
     if k.stages.receive:
         if sizes.per_node:
             if pid < P - 1:  # all but the leader, which waits for other ranks too
@@ -173,6 +171,7 @@ def bind_dispatch(
         pieces=tuning.pieces,
         piece=max(1, words_bins // tuning.pieces),
         block=min(words_bins, tuning.words),
+        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, config.max_tokens_per_rank),
         wide=wide,
         weighted=weighted,
         padded=spec.layout is Layout.EXPERT_PADDED,

@@ -6,11 +6,17 @@ Which ranks are far is a table, made with the object. All else is as in
 that are mapped are stored to, far ones get few large messages. Constants of objects without far
 ranks leave all of this out of their kernels.
 
-Example: rank 0 has tokens 0, 1, 2, of which 0 and 2 go to far rank 5. They are rows 0 and 1 for it.
-Any programs pack them into staging (half, 5), rows one behind the other, and count them. The
-program for rank 5 has counted picks and knows that there are two; once both are packed, it puts
-them as one message to where slots (half, 0) begin at rank 5. The sum of row 1 comes back as row 1
-of (half, 5) at rank 0, which knows that token 2 is its row 1 there (``numbers_of``).
+Rows, and sums, for a far rank go in *chunks* of consecutive rows, each put by another program: a
+put may be a copy by the threads of its program. Chunk c begins at row ``c * chunk_rows``, a
+constant of the call: a few rows of some KiB, more of many rows, so that there are at most CHUNKS.
+
+Example, with chunks of 2 rows. Rank 0 has tokens 0 to 3, of which 0, 2 and 3 go to far rank 5. They
+are rows 0, 1 and 2 for it. Any programs pack them into staging (half, 5), rows one behind the
+other, and count them by chunk. Two other programs have counted picks and know that there are three:
+one puts rows 0 and 1 to where slots (half, 0) begin at rank 5, once both are packed; one puts row 2
+behind them. Rank 5 waits for the first chunk, which says that there are three rows, and for the
+second before it reads row 2. The sum of row 2 comes back with the second chunk of sums as row 2 of
+(half, 5) at rank 0, which knows that token 3 is its row 2 there (``numbers_of``).
 
 Who publishes what, and who may read it when. Each message brings a signal of its own, set when its
 bytes are there:
@@ -19,29 +25,37 @@ bytes are there:
 message      bytes                                    signal: who acquires it reads them
 ===========  =======================================  ==============================================
 header       counts per local expert                  the tag (a combine's: the tag alone)
-rows         rows of a dispatch, with token numbers   ``arrivals[s, ROWS]``: call << 24 | rows
+rows         a chunk of them, with token numbers      ``arrivals[s, ROWS + c]``: call << 24 | rows
+                                                      of all chunks
 weights      of the owner, a row per row              ``arrivals[s, WEIGHTS]``: the same
-sums         a sum for each row, in its order         the flag of slot (s, 0): 2 call + 1; 2 call:
-                                                      this rank has no rows of the owner
+sums         a sum for each row of a chunk, in order  the flag of slot (s, first row of the chunk):
+                                                      2 call + 1. First chunk: 2 call, if this rank
+                                                      has no rows of the owner, or not all
 heartbeat                                             the heartbeat
 ===========  =======================================  ==============================================
 
 So no message need wait for another; a header is put before rows are packed. A reader finds row j by
-its number, and whether there is one by the number of rows: no atomics.
+its number. It waits for the first chunk, which says whether there is a row j (a sum), then for its
+own. A number that a rank tells decides only whether a row is read, not where it is. No atomics.
 
-Packing: whoever has stored a piece of a row adds 1 to ``packed`` (release, gpu). One program per
-far rank waits for all (acquire), sets the counter to 0 and puts. Those who pack wait for nobody,
-but for weights, whose wait ends; so this wait ends too, and all programs are resident.
+Packing: whoever has stored a piece of a row adds 1 to ``packed`` of its chunk (release, gpu). One
+program per far rank and chunk, which knows by itself how many there are, waits for all (acquire),
+sets the counter to 0 and puts. Without rows there is nothing to wait for, and only the first chunk
+is put. Those who pack wait for nobody, but for weights, whose wait ends, and each program packs
+before it puts; so this wait ends too, and all programs are resident.
 
 Why staging may be written again: call n + 2 writes the half of call n for far rank d only if d is
 not left out, so after this rank has seen d's tag n + 1. Rank d set it in a kernel behind its kernel
-n, which has read the message n, or does not read it any more. And a put that nobody reads may bring
-anything: the fence before each put keeps messages to a rank in order, so no late one writes over a
-later one, or turns a signal back. (Where no token went, nobody waits for word that there are no
+n, which has read all chunks of call n, or does not read them any more. And a put that nobody reads
+may bring anything: the fence before each put keeps what this program, and earlier kernels, have put
+to a rank in order, so no late one writes over a later one, or turns a signal back: chunks of one
+call share no byte and no signal. (Where no token went, nobody waits for word that there are no
 sums, or no weights.)
 
 Ranks that are left out get no message. Who packs looks whether they are, before it counts; so if
-one has left a row out, the program that puts sees it too, and does not put.
+one has left a row out, the program that puts its chunk sees it too, and does not put. Other chunks
+may come all the same. Who waits for a chunk of rows in vain calls its row TORN: then no sums go
+back. Of sums each token has those that came.
 """
 
 from __future__ import annotations
@@ -110,23 +124,32 @@ def tell_or_put(word, to, value, call, sizes: tl.constexpr):
 
 
 @triton.jit
-def count_packed(state, kind: tl.constexpr, ranks, mask, sizes: tl.constexpr):
-    """What this program has packed for far ``ranks`` is in staging (release)."""
+def count_packed(state, messages, ranks, mask, sizes: tl.constexpr):
+    """What this program has packed of ``messages`` to far ``ranks`` is in staging (release)."""
     tl.debug_barrier()
-    at = packed_count_of(state, kind, ranks, sizes)
+    at = packed_count_of(state, messages, ranks, sizes)
     one = (ranks * 0).to(tl.int64) + 1
     tl.atomic_add(at, one, mask=mask, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait_packed(state, kind: tl.constexpr, to, want, sizes: tl.constexpr):
-    """Wait until ``want`` pieces for far rank ``to`` are in staging (acquire), and begin anew."""
-    at = packed_count_of(state, kind, to, sizes)
+def wait_packed(state, message, to, want, sizes: tl.constexpr):
+    """Wait until ``want`` pieces of a message to far rank ``to`` are in staging (acquire), and
+    begin anew."""
+    at = packed_count_of(state, message, to, sizes)
     packed = tl.atomic_add(at, 0, sem="acquire", scope="gpu")
     while packed < want:
         packed = tl.atomic_add(at, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
     tl.store(at, tl.zeros_like(packed))
+
+
+@triton.jit
+def first_put(program, sizes: tl.constexpr):
+    """Puts of chunks go round: the first of this ``program``. The last programs count, so theirs
+    are last."""
+    P: tl.constexpr = sizes.programs
+    return (2 * P - sizes.ranks - 1 - program) % P
 
 
 @triton.jit

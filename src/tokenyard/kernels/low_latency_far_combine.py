@@ -14,7 +14,9 @@ from tokenyard.kernels.low_latency_memory import (
     ROWS, TORN, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of,
     with_call,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_waits import are_active, is_active, wait_flag
+from tokenyard.kernels.low_latency_waits import (
+    are_active, is_active, wait_flag, wait_flags,
+)  # fmt: skip
 from tokenyard.kernels.region import ints, owner_of, peer_base
 
 _BLOCK = tl.constexpr(64)
@@ -75,25 +77,45 @@ def wait_far_weights(s, call, sizes: tl.constexpr):
 
 
 @triton.jit
-def put_sums(sent, to, call, k: tl.constexpr):
-    """The sums for rank ``to``, if it is far, once all are packed: of all rows that came from it,
-    or word that there were none, or not all."""
+def put_sums(sent, to, chunk, call, k: tl.constexpr):
+    """A chunk of the sums for rank ``to``, if it is far, once all of it are packed. The first also
+    brings word if no rows came from there, or not all: then no sums are put."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
+    C: tl.constexpr = k.chunk_rows
     if takes_rows(to, call, sizes):
-        rows, torn = to * 0, to * 0
+        first, count, torn = chunk * C, to * 0, to * 0
         for j0 in range(0, M, _BLOCK):
             j = j0 + tl.arange(0, _BLOCK)
             first_pick = ints(sent.slots) + (to * M + j).to(tl.int64) * sizes.topk
             place = tl.load(first_pick, mask=j < M, other=-1)
-            rows += tl.sum((place != -1).to(tl.int32))
+            inside = (j >= first) & (j < first + C)
+            count += tl.sum((inside & (place != -1)).to(tl.int32))
             torn += tl.sum((place == TORN).to(tl.int32))
-        wait_packed(call.state, ROWS, to, rows, sizes)
-        rows = tl.where(torn > 0, 0, rows)
-        if is_active(call.active, to):
+        if count > 0:
+            wait_packed(call.state, ROWS + chunk, to, count, sizes)
+        count = tl.where(torn > 0, 0, count)
+        if ((count > 0) | (chunk == 0)) & is_active(call.active, to):
             mine = peer_base(call.regions, call.rank)
-            there = packed_of(mine, call.parity, call.rank, to * 0, k.sum_bytes, sizes)
-            here = staged_of(mine, call.parity, to, to * 0, k.sum_bytes, sizes)
-            flag = flag_of(mine, call.parity, call.rank, 0, sizes)
-            value = 2 * call.number + (rows > 0).to(tl.int64)
-            put_far(call, to, there, here, rows.to(tl.int64) * k.sum_bytes, flag, value, sizes)
+            there = packed_of(mine, call.parity, call.rank, first, k.sum_bytes, sizes)
+            here = staged_of(mine, call.parity, to, first, k.sum_bytes, sizes)
+            flag = flag_of(mine, call.parity, call.rank, first, sizes)
+            value = 2 * call.number + (count > 0).to(tl.int64)
+            put_far(call, to, there, here, count.to(tl.int64) * k.sum_bytes, flag, value, sizes)
+
+
+@triton.jit
+def wait_chunks(sent, seen, t, owner, here, ranks, call, k: tl.constexpr):
+    """Wait for the chunks that bring the sums of token ``t``, whose picks went to ``owner
+    [topk_bins]``: those of the ``ranks`` that are ``here``, whose first chunk was ``seen``, and
+    says that there are sums.
+
+    Returns the flags of all ranks' sums, and both as :func:`wait_flags` tells it.
+    """
+    sizes: tl.constexpr = k.sizes
+    mine, want = peer_base(call.regions, call.rank), 2 * call.number
+    far = is_far(call.state, ranks, sizes)
+    first = of_ranks(numbers(sent.slots, t, sizes), owner, ranks) // k.chunk_rows * k.chunk_rows
+    flags = flag_of(mine, call.parity, ranks, tl.where(far, first, t), sizes)
+    more = here & (seen == want + 1) & far & (first > 0)
+    return flags, tl.where(more, wait_flags(flags, want, more, ranks, call, sizes), seen)

@@ -67,8 +67,12 @@ StateOffsets = namedtuple(
 )
 """Where each part begins, in its elements; 0 for parts that are not there."""
 
-ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(1)
-"""What a far rank puts: rows or sums; weights of a combine."""
+CHUNKS = 32
+"""Most chunks in which rows or sums for a far rank are put."""
+ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(CHUNKS)
+"""What a far rank puts: the first chunk of rows or sums, the others follow; weights of a combine.
+"""
+_MESSAGES = tl.constexpr(CHUNKS + 1)
 
 TORN = tl.constexpr(-3)
 """Instead of the places of a far rank's row: that rank was left out meanwhile, and its other rows
@@ -123,9 +127,9 @@ def region_parts(config: Any, slot_bytes: int, far: bool = False) -> tuple[Part,
         Part("slots", 2 * ranks * tokens * slot_bytes, torch.int8, 256),
     )
     far_parts = (
-        # [2, ranks, 2], set by the far source: call << 24 | rows that are here; the same once
-        # their weights are
-        Part("arrivals", 2 * ranks * 2, torch.int64),
+        # [2, ranks, CHUNKS + 1], set by the far source: call << 24 | its rows, once this chunk of
+        # them is here; the last one: once their weights are
+        Part("arrivals", 2 * ranks * (CHUNKS + 1), torch.int64),
         # 16 bytes that nobody reads, put where only a signal is to come
         Part("rest", 2, torch.int64, 16),
         # what waits to be put, by destination: counts [2, ranks, experts], weights [2, ranks,
@@ -154,8 +158,9 @@ def state_parts(config: Any, programs: int, shares: int, far: bool = False) -> t
         Part("votes", config.max_tokens_per_rank * shares * ranks, torch.int64),
     )
     far_parts = (
-        # [2, ranks], for far ranks: pieces of rows (of weights) in staging, 0 between calls
-        Part("packed", 2 * ranks, torch.int64),
+        # [ranks, CHUNKS + 1], for far ranks: pieces of a chunk's rows in staging; the last one:
+        # weights; 0 between calls
+        Part("packed", ranks * (CHUNKS + 1), torch.int64),
         # bytes put
         Part("account", 1, torch.int64),
         # [ranks]: 1 if it is far
@@ -263,10 +268,11 @@ def staged_of(base, parity, rank, row, row_bytes, sizes: tl.constexpr):
 
 
 @triton.jit
-def arrival_of(base, parity, rank, kind: tl.constexpr, sizes: tl.constexpr):
-    """``with_call(call, rows)`` once so many rows of far ``rank`` are here; ``kind``: or weights of
-    such."""
-    return words(base) + sizes.region.arrivals + (parity * sizes.ranks + rank) * 2 + kind
+def arrival_of(base, parity, rank, message, sizes: tl.constexpr):
+    """``with_call(call, rows)`` once this ``message`` (ROWS + chunk, WEIGHTS) of far ``rank``, who
+    has so many rows, is here."""
+    at = (parity * sizes.ranks + rank) * _MESSAGES + message
+    return words(base) + sizes.region.arrivals + at
 
 
 @triton.jit
@@ -355,9 +361,9 @@ def vote_of(state, voter, rank, sizes: tl.constexpr):
 
 
 @triton.jit
-def packed_count_of(state, kind: tl.constexpr, rank, sizes: tl.constexpr):
-    """Pieces of rows for far ``rank`` that are in staging; ``kind``: or weights."""
-    return words(state) + sizes.state.packed + kind * sizes.ranks + rank
+def packed_count_of(state, message, rank, sizes: tl.constexpr):
+    """Pieces of rows, or weights, that are in staging for this ``message`` to far ``rank``."""
+    return words(state) + sizes.state.packed + rank * _MESSAGES + message
 
 
 @triton.jit

@@ -36,9 +36,9 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far
 from tokenyard.kernels.low_latency_memory import (
-    PIECES, ROWS, arrival_of, flag_of, packed_of, slot_of, value_in, with_call,
+    PIECES, flag_of, packed_of, slot_of,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_waits import are_active, is_active, tell, wait_flag
+from tokenyard.kernels.low_latency_waits import are_active, is_active, tell, wait_row
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.region import owner_of, peer_base
 from tokenyard.kernels.sync import words
@@ -93,12 +93,12 @@ def hand_on(s, t, call, k: tl.constexpr):
     r, pick, w = tl.arange(0, sizes.rank_bins), tl.arange(0, sizes.topk_bins), tl.arange(0, block)
     here = are_active(call.active, r, neighbours(r, me, sizes))
     bases = tl.load(words(call.regions) + r, mask=here, other=0)
-    least = with_call(call.number, (t * 0).to(tl.int64))
-    seen = least - 1
+    want = 2 * call.number
+    seen = want - 1
     if is_active(call.active, s):
-        seen = wait_flag(arrival_of(mine, call.parity, s, ROWS, sizes), least, s, call, 1, sizes)
+        seen = wait_row(s, t, call, k.chunk_rows, sizes)
     goes = (r * 0).to(tl.int64)
-    if (seen >= least) & (t < value_in(seen)):
+    if seen > want:
         slot = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
         metadata = as_words(slot + k.row.metadata_at, 32)
         ids = tl.load(metadata + pick, mask=pick < topk, other=-1, cache_modifier=".cg")
@@ -114,7 +114,7 @@ def hand_on(s, t, call, k: tl.constexpr):
                 if tl.sum(tl.where(r == d, goes, 0)) > 0:
                     to = as_words(tl.sum(tl.where(r == d, slots, 0)), 32)
                     tl.store(to + w0 + w, v, mask=inside)
-    told = 2 * call.number + tl.where(seen < least, LOST, goes)
+    told = want + tl.where(seen < want, LOST, goes)
     told = told[:, None] + tl.zeros((sizes.rank_bins, k.pieces), tl.int64)
     flags = flag_of(bases, call.parity, s, t, sizes)[:, None] + tl.arange(0, k.pieces)[None, :]
     tl.debug_barrier()

@@ -11,7 +11,9 @@ import triton.language as tl
 from tokenyard.kernels.low_latency_far import count_packed
 from tokenyard.kernels.low_latency_far_combine import wait_far_weights
 from tokenyard.kernels.low_latency_lost import kept_of
-from tokenyard.kernels.low_latency_memory import ROWS, flag_of, slot_of, staged_of, weight_of
+from tokenyard.kernels.low_latency_memory import (
+    ROWS, flag_of, slot_of, staged_of, weight_of,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_rail import neighbours, rail_of
 from tokenyard.kernels.low_latency_waits import (
     are_active,
@@ -136,4 +138,4 @@ def sum_of_node(sent, s, t, call, k: tl.constexpr):
             sum_rows(sent, slot, place, weight, k)
             tl.debug_barrier()
             _add_neighbours(slot, s, t, call, k)
-        count_packed(call.state, ROWS, s, came, sizes)
+        count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)

@@ -9,12 +9,12 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far, takes_rows
 from tokenyard.kernels.low_latency_memory import (
-    READY, ROWS, TORN, arrival_of, block_of, count_of, flag_of, packed_of, pairs_of, present_of,
-    slot_of, start_of, value_in, with_call,
+    READY, TORN, block_of, count_of, flag_of, packed_of, pairs_of, present_of, slot_of, start_of,
+    value_in,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_rail import LOST, have_rails, is_handed_on, rail_of
 from tokenyard.kernels.low_latency_waits import (
-    are_active, in_same_call, leave_out, wait_counts, wait_flag,
+    are_active, in_same_call, leave_out, wait_counts, wait_flag, wait_row,
 )  # fmt: skip
 from tokenyard.kernels.payload import as_words, zero_row
 from tokenyard.kernels.place import floats
@@ -173,15 +173,6 @@ def _place_row(result, slot, s, t, num_rows, call, k: tl.constexpr):
 
 
 @triton.jit
-def _wait_far(s, t, call, k: tl.constexpr):
-    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here."""
-    arrival = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, k.sizes)
-    least = with_call(call.number, (t * 0).to(tl.int64))
-    seen, want = wait_flag(arrival, least, s, call, 1, k.sizes), 2 * call.number
-    return tl.where(seen < least, want - 1, want + (t < value_in(seen)).to(tl.int64))
-
-
-@triton.jit
 def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
     """Step 4 for slot (s, t), or row number ``t`` of far rank ``s``."""
     sizes: tl.constexpr = k.sizes
@@ -201,7 +192,7 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
             if sizes.per_node:
                 through = tl.where(is_handed_on(s, call, sizes), rail_of(s, me, sizes), s)
             if takes_rows(s, call, sizes):
-                seen = _wait_far(s, t, call, k)
+                seen = wait_row(s, t, call, k.chunk_rows, sizes)
             else:
                 seen = wait_flag(flag, want, through, call, k.pieces, sizes)
             if sizes.per_node:

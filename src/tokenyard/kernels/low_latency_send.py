@@ -29,22 +29,18 @@ _BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
 
 @triton.jit
 def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
-    """Step 1: counts for rank ``to``, and the flags of tokens that do not go there.
-
-    Where ranks may be far, ``to`` may be left out. Returns how many rows go there: a far rank has
-    no flags.
-    """
+    """Step 1: counts for rank ``to``, and the flags of tokens that do not go there, if it is
+    mapped."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
     first = first_expert(to, sizes.experts, sizes.ranks)
     end = first_expert(to + 1, sizes.experts, sizes.ranks)
     base = peer_base(call.regions, to)
     e = tl.arange(0, k.expert_bins)
-    counts, rows = tl.zeros((k.expert_bins,), tl.int32), to * 0
+    counts = tl.zeros((k.expert_bins,), tl.int32)
     if sizes.far:
-        here = is_active(call.active, to)
         far = is_far(call.state, to, sizes)
-        near = here & (far == 0)
+        near = far == 0
     for t0 in range(0, M, k.counted):
         columns = columns_of(tokens.picks, t0, num_tokens, k.counted, sizes.topk, k.wide)
         more, goes = tokens_per_expert(columns, first, end, k.counted, k.expert_bins, sizes)
@@ -54,10 +50,6 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
         pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
         none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
         if sizes.far:
-            if sizes.per_node:
-                rows += _rows_via(columns, to, call, k)
-            else:
-                rows += tl.sum(goes.to(tl.int32))
             tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
         else:
             tell(pieces, none, ((t < M) & (goes == 0))[:, None])
@@ -67,23 +59,11 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     if sizes.far:
         tell(counts_at, counts, near & (e < sizes.local_experts))
         tell(tag_at, with_call(call.number, tag), near)
-        if here & far:
+        if far:
             _put_counts(counts, tag, e, to, call, k)
     else:
         tell(counts_at, counts, e < sizes.local_experts)
         tell(tag_at, with_call(call.number, tag), to >= 0)
-    return rows
-
-
-@triton.jit
-def _rows_via(columns, to, call, k: tl.constexpr):
-    """How many of those tokens go to the node of ``to``, if that takes rows for all of it."""
-    P: tl.constexpr = k.sizes.per_node
-    R: tl.constexpr = k.sizes.ranks
-    first = first_expert(to // P * P, k.sizes.experts, R)
-    end = first_expert(to // P * P + P, k.sizes.experts, R)
-    rows = tokens_between(columns, first, end, k.counted, k.sizes)
-    return tl.where(takes_rows(to, call, k.sizes), rows, 0)
 
 
 @triton.jit
@@ -99,19 +79,38 @@ def _put_counts(counts, tag, e, to, call, k: tl.constexpr):
 
 
 @triton.jit
-def put_rows(to, rows, call, k: tl.constexpr):
-    """The ``rows`` of this call to rank ``to``, if it is far, once all are packed."""
+def _rows_for(tokens, num_tokens, to, k: tl.constexpr):
+    """How many tokens go to rank ``to``, or to its node, if that takes rows for all of it."""
+    P: tl.constexpr = max(k.sizes.per_node, 1)
+    first = first_expert(to // P * P, k.sizes.experts, k.sizes.ranks)
+    end = first_expert(to // P * P + P, k.sizes.experts, k.sizes.ranks)
+    rows = to * 0
+    for t0 in range(0, num_tokens, k.counted):
+        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, k.sizes.topk, k.wide)
+        rows += tokens_between(columns, first, end, k.counted, k.sizes)
+    return rows
+
+
+@triton.jit
+def put_rows(tokens, num_tokens, to, chunk, call, k: tl.constexpr):
+    """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed. Without
+    rows only the first chunk is put, which says so."""
     sizes: tl.constexpr = k.sizes
+    row_bytes: tl.constexpr = k.row.slot_bytes
+    C: tl.constexpr = k.chunk_rows
     if takes_rows(to, call, sizes):
-        wait_packed(call.state, ROWS, to, rows * k.pieces, sizes)
-        if is_active(call.active, to):
-            mine = peer_base(call.regions, call.rank)
-            there = packed_of(mine, call.parity, call.rank, to * 0, k.row.slot_bytes, sizes)
-            here = staged_of(mine, call.parity, to, to * 0, k.row.slot_bytes, sizes)
-            arrival = arrival_of(mine, call.parity, call.rank, ROWS, sizes)
-            num_bytes = rows.to(tl.int64) * k.row.slot_bytes
-            value = with_call(call.number, rows.to(tl.int64))
-            put_far(call, to, there, here, num_bytes, arrival, value, sizes)
+        rows, first = _rows_for(tokens, num_tokens, to, k), chunk * C
+        count = tl.minimum(tl.maximum(rows - first, 0), C)
+        if (count > 0) | (chunk == 0):
+            wait_packed(call.state, ROWS + chunk, to, count * k.pieces, sizes)
+            if is_active(call.active, to):
+                mine = peer_base(call.regions, call.rank)
+                there = packed_of(mine, call.parity, call.rank, first, row_bytes, sizes)
+                here = staged_of(mine, call.parity, to, first, row_bytes, sizes)
+                arrival = arrival_of(mine, call.parity, call.rank, ROWS + chunk, sizes)
+                num_bytes = count.to(tl.int64) * row_bytes
+                value = with_call(call.number, rows.to(tl.int64))
+                put_far(call, to, there, here, num_bytes, arrival, value, sizes)
 
 
 @triton.jit
@@ -238,7 +237,8 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
             tokens.picks, columns, owner, t, call.rank, k.counted, k.wide, True, sizes
         )
         mine, row_bytes = peer_base(call.regions, call.rank), row.slot_bytes
-        staged = staged_of(mine, call.parity, r, of_ranks(number, owner, r), row_bytes, sizes)
+        row_number = of_ranks(number, owner, r)
+        staged = staged_of(mine, call.parity, r, row_number, row_bytes, sizes)
         slots = tl.where(far, staged, slots)
         if piece == 0:
             tl.store(numbers_of(result.slots, t, sizes) + pick, number, mask=pick < sizes.topk)
@@ -258,4 +258,4 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     tl.atomic_max(flags, done, mask=near, sem="release", scope="sys")
     if sizes.far:
         chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
-        count_packed(call.state, ROWS, r, far & chosen, sizes)
+        count_packed(call.state, ROWS + row_number // k.chunk_rows, r, far & chosen, sizes)

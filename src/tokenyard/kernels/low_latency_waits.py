@@ -26,8 +26,8 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import tell_or_put
 from tokenyard.kernels.low_latency_memory import (
-    OTHER_RANK, RANK, READY, SILENT_RANK, STATUS, call_in, heartbeat_of, late_of, value_in,
-    vote_of, waited_in,
+    OTHER_RANK, RANK, READY, ROWS, SILENT_RANK, STATUS, arrival_of, call_in, heartbeat_of,
+    late_of, value_in, vote_of, waited_in, with_call,
 )  # fmt: skip
 from tokenyard.kernels.region import ints, peer_base
 from tokenyard.kernels.sync import ON_COUNTS, ON_ROWS, note_wait, now_ns, until_came, words
@@ -160,6 +160,21 @@ def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr)
         note_wait(waited_in(call.state, sizes), ON_ROWS, rank, now_ns() - begin, True)
     tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def wait_row(s, t, call, chunk_rows: tl.constexpr, sizes: tl.constexpr):
+    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here (acquire). The
+    first chunk says whether there is one, then the row's own that it is here."""
+    want, least = 2 * call.number, with_call(call.number, (t * 0).to(tl.int64))
+    first = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, sizes)
+    own = t // chunk_rows
+    chunk, seen, live = own * 0, least, True
+    while live:
+        seen = wait_flag(first + chunk, least, s, call, 1, sizes)
+        live = (chunk < own) & (seen >= least) & (t < value_in(seen))
+        chunk = own
+    return tl.where(seen < least, want - 1, want + (t < value_in(seen)).to(tl.int64))
 
 
 @triton.jit
