@@ -312,6 +312,8 @@ def bind_two_dispatch(
     placing = placing_of(num_topk, slots_per_row, **placed)
     whole = min(power_of_two_at_least(row_layout.slot_bytes // 4), config.block)
     most = min(config.chunk_of(workspace.slots(row_layout)), network.chunk)
+    if placing.by_expert and grid.nodes > 1:  # with the roles between nodes registers are few
+        most = 1
     forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
     k = config_of(
         workspace, config, row_layout, mode, dtype, placing, most, padding=padding, grid=grid,
