@@ -178,7 +178,11 @@ FAR = {
     ),
     "far: last row dropped": _far(
         "last token",
-        rewrite("rows_ * row_bytes", "tl.maximum(rows_ - 1, 0) * row_bytes", "put_rows"),
+        rewrite(
+            "rows_.to(tl.int64) * bytes_",
+            "tl.maximum(rows_ - 1, 0).to(tl.int64) * bytes_",
+            "put_rows",
+        ),
     ),
     "far: last sum dropped": _far(
         "last token",
