@@ -24,6 +24,8 @@ PATIENCE = 600.0
 like a silent rank."""
 TIMEOUT = 3.0
 """Seconds after which a rank gives up in tests in which one is silent."""
+AT_ONCE = 0.3
+"""The same where it waits for nobody else, so that nobody can be taken for silent by mistake."""
 CASE = Case(1)
 SIZES = {
     "num_experts": CASE.num_experts,
@@ -69,12 +71,12 @@ def make(ranks: Ranks, group: Any = None, **changes: Any) -> ty.ExpertParallel:
     return ty.ExpertParallel(gloo(ranks) if group is None else group, **options)
 
 
-def make_hasty(ranks: Ranks, **changes: Any) -> ty.ExpertParallel:
-    """The same, whose calls give up after ``TIMEOUT`` seconds. Making it is no call: however long
-    it takes, nobody is silent in it.
+def make_hasty(ranks: Ranks, give_up: float = TIMEOUT, **changes: Any) -> ty.ExpertParallel:
+    """The same, whose calls give up after so many seconds. Making it is no call: however long it
+    takes, nobody is silent in it.
     """
     ep = make(ranks, **changes)
-    ep._calls.engine._transport.timeout = TIMEOUT  # pyright: ignore
+    ep._calls.engine._transport.timeout = give_up  # pyright: ignore
     meet(ranks)
     return ep
 

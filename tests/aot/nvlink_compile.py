@@ -58,12 +58,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAIN = (
     r"FLAT exact (?!.*(POW2|UE8M0|float32|cached (in place )?(FP|MX)|in place MX))"
-    r"(?!back with|cached in place fp8).*@132",
+    r"(?!back with|cached in place fp8|cached bf16|fresh (fp8|FP8)).*@132",
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
-    r"(dispatch|direct|combine|push)_kernel FLAT exact (fresh|fresh in place|back|back in place)"
-    r"( bf16)? @24",
+    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|fresh in place|back)( bf16)? @24",
     r"FLAT exact back in place @8",
     r"FLAT exact back in place float32 @132",
 )

@@ -116,7 +116,7 @@ def test_every_put_through_the_network_is_fenced(everything: Facts) -> None:
         "two_direct_kernel",
         "two_pull_kernel",
     }
-    for rows in ("two_dispatch_kernel FLAT bf16", "two_direct_kernel FLAT bf16"):
+    for rows in ("two_direct_kernel FLAT bf16", "two_dispatch_kernel FLAT bf16")[:SOAK]:
         assert 0 < through[f"{rows} mapped network"]["puts"] < through[f"{rows} network"]["puts"]
     for name, each in waiting(through).items():
         assert 0 < each["puts"] <= each["fences"], (name, each)

@@ -38,7 +38,7 @@ from tokenyard.types import Layout, Quantize
 GRID = Topology(2, 2)
 REST = re.compile(
     r"dispatch_kernel FLAT (cached|fp8|cast MXFP8)|direct_kernel FLAT (cast|cached|fp8)"
-    r"|FLAT reducing weights|plan_kernel EXPERT_MAJOR|unpack_kernel .* network"
+    r"|FLAT reducing weights|plan_kernel EXPERT_MAJOR|unpack_kernel .* network|dispatch_.* mapped"
 )
 """Which are not worth their seconds in every run: others are compiled of the same kinds."""
 

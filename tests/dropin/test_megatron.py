@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,6 +35,26 @@ FEW = PATTERNS if SOAK > 1 else PATTERNS[1:3]
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def part(dtype: torch.dtype, picks: Iterable[int]) -> list[tuple[int, str]]:
+    """Numbers of picks with every other spread of tokens, those between with another dtype; all of
+    them under ``make soak``.
+    """
+    odd = dtype == torch.bfloat16
+    cases = product(enumerate(picks), enumerate(PATTERNS))
+    return [
+        (topk, pattern)
+        for (at, topk), (turn, pattern) in cases
+        if SOAK > 1 or (at + turn + odd) % 2
+    ]
+
+
+def by_turns(patterns: Sequence[str]) -> list[tuple[torch.dtype, str]]:
+    """Each spread of tokens with a dtype; with both under ``make soak``."""
+    if SOAK > 1:
+        return list(product(DTYPES, patterns))
+    return [(DTYPES[at % 2], pattern) for at, pattern in enumerate(patterns)]
+
+
 def tokens_of(pattern: str, world_size: int) -> list[int]:
     """How many tokens each rank has."""
     return {
@@ -51,7 +72,7 @@ def test_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
-        for topk, pattern in product(range(1, 9) if SOAK > 1 else (1, 3, 8), PATTERNS):
+        for topk, pattern in part(dtype, range(1, 9) if SOAK > 1 else (1, 3, 8)):
             setting = mg.Setting(dtype=dtype, topk=topk)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)
@@ -95,7 +116,7 @@ def test_untouched_oracle(ranks: Ranks, dtype: torch.dtype) -> None:
     ):  # rounded once here, after every rank there; the output is summed in float32 by both
         loose = {"gradient of input": 2**-8}
     with mg.model_parallel(ranks) as compare:
-        for topk, pattern in product((1, 2, 4, 8) if SOAK > 1 else (2, 8), PATTERNS):
+        for topk, pattern in part(dtype, (1, 2, 4, 8) if SOAK > 1 else (2, 8)):
             setting = mg.Setting(dtype=dtype, topk=topk)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)
@@ -120,8 +141,8 @@ def test_options(ranks: Ranks, options: dict[str, Any]) -> None:
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
-        for dtype, pattern in product(
-            DTYPES, PATTERNS[:2]
+        for dtype, pattern in by_turns(
+            PATTERNS[:2]
         ):  # Megatron's grouped routing fails on empty ranks
             setting = mg.Setting(dtype=dtype, topk=4, options=options)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
@@ -130,7 +151,7 @@ def test_options(ranks: Ranks, options: dict[str, Any]) -> None:
             compare(got, want, where=f"{setting}, {pattern}")
 
 
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_padding_of_experts(ranks: Ranks) -> None:
     """``moe_router_padding_for_quantization`` (to 16 rows) on top of dispatch, where there are rows
     enough to pad with.
@@ -138,7 +159,7 @@ def test_padding_of_experts(ranks: Ranks) -> None:
     import megatron_layers as mg
 
     with mg.model_parallel(ranks) as compare:
-        for dtype, pattern in product(DTYPES, PATTERNS):
+        for dtype, pattern in by_turns(PATTERNS):
             setting = mg.Setting(dtype=dtype, topk=4)
             x, grad = mg.batch(
                 ranks, setting, [8 * tokens for tokens in tokens_of(pattern, ranks.world_size)]
@@ -162,7 +183,7 @@ def test_padding_of_experts(ranks: Ranks) -> None:
             assert pattern != "even" or not (counts % 16).any(), counts
 
 
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_without_async(ranks: Ranks) -> None:
     import megatron_layers as mg
 
@@ -238,7 +259,7 @@ def test_two_groups(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("way", ["megatron", "reentrant", "not_reentrant"])
-@distributed_test(world_size=(2, 4))
+@distributed_test(world_size=2 if SOAK == 1 else (2, 4))
 def test_recomputed(ranks: Ranks, way: str) -> None:
     """Recomputation dispatches again in backward: Megatron's own of a MoE layer, and
     PyTorch's two.
@@ -254,7 +275,7 @@ def test_recomputed(ranks: Ranks, way: str) -> None:
         else {}
     )
     with mg.model_parallel(ranks) as compare, mg.generators(ranks):
-        for dtype, pattern in product(DTYPES, FEW):
+        for dtype, pattern in by_turns(FEW):
             setting = mg.Setting(dtype=dtype, topk=3)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             layer = mg.Setting(dtype=dtype, topk=3, options=options).layer(ranks, "flex")
@@ -275,7 +296,7 @@ def test_groups_of_ranks(ranks: Ranks, expert_ranks: int, expert_tensor: int) ->
     import megatron_layers as mg
 
     with mg.model_parallel(ranks, expert_ranks, expert_tensor) as compare:
-        for dtype, topk, pattern in product(DTYPES, (1, 3), FEW):
+        for topk, (dtype, pattern) in product((1, 3), by_turns(FEW)):
             setting = mg.Setting(dtype=dtype, topk=topk)
             x, grad = mg.batch(ranks, setting, tokens_of(pattern, ranks.world_size))
             got = mg.run(setting.layer(ranks, "flex"), x, grad, mg.whole_layer)

@@ -74,8 +74,13 @@ def changed(
             continue
         found.append((path.stem, ast.unparse(ast.fix_missing_locations(source.tree))))
     assert len(found) == 1, f"fits {[file for file, _ in found]}; " + "; ".join(complaints)
-    assert found[0][1] != ast.unparse(ast.parse((KERNELS / f"{found[0][0]}.py").read_text()))
+    assert found[0][1] != _unchanged(found[0][0])
     return found[0]
+
+
+@cache
+def _unchanged(file: str) -> str:
+    return ast.unparse(ast.parse((KERNELS / f"{file}.py").read_text()))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ bit for bit.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -43,20 +44,23 @@ EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 layouts = pytest.mark.parametrize("layout", list(ty.Layout), ids=lambda layout: layout.name.lower())
 shapes = pytest.mark.parametrize("exact", [True, False], ids=["exact", "static"])
 KINDS = list(product(ty.Layout, (True, False)))
-some_kinds = pytest.mark.parametrize(
-    ("layout", "exact", "routing"),
-    [
-        (*kind, routing)
-        for (at, kind), (turn, routing) in product(enumerate(KINDS), enumerate(ROUTINGS))
-        if ALL or (at + turn) % 3 == 0
-    ],
-    ids=lambda each: (
-        {True: "exact", False: "static"}.get(each) or str(each).rpartition(".")[2].lower()
-    ),
-)
-"""Of a layout exact or static with a routing: each routing has an exact and a static one, and each
-of those three routings; ``make soak`` has all.
-"""
+
+
+def some_kinds(first: int, routings: Sequence[str] = tuple(ROUTINGS)) -> pytest.MarkDecorator:
+    """Of a layout exact or static with a routing: each routing has an exact and a static one, and
+    each of those every third routing, others by ``first``; ``make soak`` has all.
+    """
+    return pytest.mark.parametrize(
+        ("layout", "exact", "routing"),
+        [
+            (*kind, routing)
+            for (at, kind), (turn, routing) in product(enumerate(KINDS), enumerate(routings))
+            if ALL or (at + turn) % 3 == first
+        ],
+        ids=lambda each: (
+            {True: "exact", False: "static"}.get(each) or str(each).rpartition(".")[2].lower()
+        ),
+    )
 
 
 def combine_all_ways(ranks: Ranks, ep: ty.ExpertParallel, recv: ty.Received, case: Case) -> None:
@@ -116,15 +120,13 @@ def check_all_ways(
             combine_all_ways(ranks, ep, recv, case)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@shapes
-@layouts
+@some_kinds(1)
 @distributed_test(world_size=3, engine=ENGINES)
 def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
     check_all_ways(ranks, layout, exact, routing, None if ALL else 2)
 
 
-@some_kinds
+@some_kinds(0)
 @distributed_test(world_size=OTHER_SIZES, engine=ENGINES)
 def test_any_number_of_ranks(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
     few = 2 if ranks.world_size < 4 else 1
@@ -210,9 +212,18 @@ SIZES = [
 
 
 @pytest.mark.parametrize(
-    "sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items())
+    ("layout", "sizes"),
+    [
+        (layout, sizes)
+        for (turn, layout), (at, sizes) in product(enumerate(ty.Layout), enumerate(SIZES))
+        if ALL or (at + turn) % 3 == 0
+    ],
+    ids=lambda each: (
+        "-".join(f"{k}{v}" for k, v in each.items())
+        if isinstance(each, dict)
+        else each.name.lower()
+    ),
 )
-@layouts
 @distributed_test(world_size=3, engine=ENGINES)
 def test_any_size(ranks: Ranks, layout: ty.Layout, sizes: dict[str, object]) -> None:
     for exact in (True, False):
@@ -338,7 +349,7 @@ RANDOM_SIZE = {
 """As many ranks as there are GPUs, up to four."""
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(8 if ALL else 4))
 @distributed_test(world_size=RANDOM_SIZE, engine=ENGINES)
 def test_random_configurations(ranks: Ranks, part: int) -> None:
     """Configurations drawn from a seed, the same on every rank; an eighth of them."""

@@ -19,6 +19,7 @@ import torch
 
 import tokenyard as ty
 from bad_input import (
+    AT_ONCE,
     CASE,
     TIMEOUT,
     Inputs,
@@ -379,7 +380,7 @@ def test_an_asynchronous_call_fails_where_it_is_waited_for(ranks: Ranks) -> None
 def test_a_failure_that_nobody_waited_for(ranks: Ranks) -> None:
     """The result was dropped: the object knows all the same."""
     inputs = Inputs.of(ranks)
-    ep = make_hasty(ranks)
+    ep = make_hasty(ranks, AT_ONCE)
     if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
@@ -396,7 +397,7 @@ def test_bad_arguments_while_a_peer_is_silent(ranks: Ranks) -> None:
     answer.
     """
     inputs = Inputs.of(ranks)
-    ep = make_hasty(ranks)
+    ep = make_hasty(ranks, AT_ONCE)
     if ranks.rank == FAILED_RANK:
         meet(ranks)
         return
@@ -415,7 +416,7 @@ def test_close_while_a_call_hangs(ranks: Ranks) -> None:
     ended.
     """
     inputs = Inputs.of(ranks)
-    ep = make_hasty(ranks)
+    ep = make_hasty(ranks, AT_ONCE)
     if ranks.rank == FAILED_RANK:
         meet(ranks)
         return

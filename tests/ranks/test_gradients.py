@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import moe
 import tokenyard as ty
 from cases import Case, bounds_of, dispatch
-from test_dispatch_combine import ENGINES, layouts, shapes
+from test_dispatch_combine import ENGINES, layouts, shapes, some_kinds
 from tokenyard import reference
 from tokenyard.testing import Ranks, assert_close, assert_same_bits, distributed_test
 
@@ -70,9 +70,7 @@ def check_grads(layer: Layer, y: Tensor) -> None:
         assert_close(got.detach().cpu(), want, relative=RELATIVE, what=what)
 
 
-@pytest.mark.parametrize("routing", ["uniform", "dropped", "duplicates", "empty_ranks", "one_rank"])
-@shapes
-@layouts
+@some_kinds(0, ("uniform", "dropped", "duplicates", "empty_ranks", "one_rank"))  # SOAK: all
 @distributed_test(world_size=(1, 2, 4), engine=ENGINES)
 def test_a_layer_equals_the_dense_one(
     ranks: Ranks, layout: ty.Layout, exact: bool, routing: str

@@ -24,7 +24,7 @@ from tokenyard.header import CACHED, COMBINE, DISPATCH, OPS
 
 pytestmark = without_devices
 
-DEATHS = {2: 2, 3: 6, 4: 1}
+DEATHS = {2: 2, 3: 5 if SOAK == 1 else 6, 4: 1}
 """Seeds by world size."""
 SHORT = range(3) if SOAK > 1 else range(1)
 """Seeds of what many cases have besides."""
@@ -84,7 +84,7 @@ def test_reports_are_relayed() -> None:
     """What the test above relies on. It takes a death between the rows to two others, as seed 97
     had one."""
     batches = [
-        range(96, 99),
+        range(97, 98),
         *(range(begin, begin + 24) for begin in range(96, 336, 24)),
     ]
     assert any(relayed(3, tried) for tried in batches)

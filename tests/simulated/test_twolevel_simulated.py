@@ -23,17 +23,17 @@ pytestmark = without_devices
 
 BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("test_dispatch_combine", "test_capacity_drops_and_counts", {}),
-    (
-        "test_gradients",
-        "test_backward_of_dispatch_is_combine_bit_for_bit",
-        {"layout": ty.Layout.EXPERT_MAJOR, "exact": True},
-    ),
 ]
 """Bodies of other tests that this engine must pass too, with arguments: of what no other test here
 does.
 """
 LONG: list[tuple[str, str, dict[str, Any]]] = [
     ("test_dispatch_combine", "test_without_weights", {}),
+    (
+        "test_gradients",
+        "test_backward_of_dispatch_is_combine_bit_for_bit",
+        {"layout": ty.Layout.EXPERT_MAJOR, "exact": True},
+    ),
     ("test_gradients", "test_handles_serve_any_number_of_times_in_any_order", {}),
     ("test_gradients", "test_reduced_weights_and_bias_have_gradients", {}),
     ("test_async", "test_one_too_many_raises_and_harms_nothing", {}),
@@ -44,16 +44,17 @@ object beside nvlink do too.
 WIDE = {(2, 8): 1, (4, 4): 1} if SOAK > 1 else {}
 SEEDS = {(2, 2): 4, (3, 2): 1, (2, 4): 1, (3, 1): 1, (1, 3): 1} | WIDE
 """Seeds by nodes and ranks per node."""
-IN_PLACE = {(2, 2): 2, (3, 2): 1, (2, 4): 1, (1, 3): 1, (3, 1): 1, (2, 8): 1} | WIDE
+SAMPLE = {(2, 2): (1, 3)} if SOAK == 1 else {}
+"""Which of them ``make test`` has: by puts, and mapped. The first of other grids is by pointers."""
+IN_PLACE = {(2, 2): 2, (3, 2): 1, (2, 4): 1, (1, 3): 1, (3, 1): 1} | WIDE
 """The same, of rounds whose rows are left, and summed, in place."""
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), SEEDS)
 def test_every_schedule_gives_the_bits_of_the_oracle(nodes: int, per_node: int) -> None:
-    run_all(
-        "twolevel_ranks.check_seed",
-        [(nodes, per_node, seed) for seed in range(SEEDS[nodes, per_node] * SOAK)],
-    )
+    grid = nodes, per_node
+    seeds = SAMPLE.get(grid, range(SEEDS[grid] * SOAK))
+    run_all("twolevel_ranks.check_seed", [(*grid, seed) for seed in seeds])
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), IN_PLACE)
