@@ -81,12 +81,9 @@ def test_a_rank_that_dies_is_named(world_size: int) -> None:
 
 
 def test_reports_are_relayed() -> None:
-    """What the test above relies on. It takes a death between the rows to two others, as seed 97
-    had one."""
-    batches = [
-        range(97, 98),
-        *(range(begin, begin + 24) for begin in range(96, 336, 24)),
-    ]
+    """What the test above relies on. It takes a death between the rows to two others: one seed of
+    40 has one, with kernels as they are now seed 14."""
+    batches = [range(14, 15), *(range(begin, begin + 24) for begin in range(0, 336, 24))]
     assert any(relayed(3, tried) for tried in batches)
 
 
