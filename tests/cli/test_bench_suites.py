@@ -21,7 +21,7 @@ from benchmarks.calls import BACK, PLAIN, library_calls, rows_of
 from benchmarks.low_latency import Decode, line_for
 from benchmarks.nvlink import MAIN, Suite
 from benchmarks.nvlink_report import losses
-from benchmarks.record import Line, Network, network_gbs
+from benchmarks.record import Line, Network, model_of, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
 from tokenyard.cli.bench_report import line_of
 from tokenyard.testing import routing
@@ -36,6 +36,19 @@ def batch(tokens: int = 12, ranks: int = 2, experts: int = 8, hidden: int = 256)
     picks = [routing("uniform", rank, ranks, tokens, 2, experts, 3) for rank in range(ranks)]
     idx, weights = (torch.stack(each) for each in zip(*picks, strict=True))
     return Batch(torch.ones(tokens, hidden, dtype=torch.bfloat16), idx, weights, 0, experts)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+        ("NVIDIA Graphics Device", "device"),
+    ],
+)
+def test_a_record_is_named_by_the_model_of_its_gpus(gpu: str, model: str) -> None:
+    assert model_of(gpu) == model
 
 
 # nvlink
