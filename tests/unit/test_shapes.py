@@ -59,10 +59,10 @@ def test_rounds_of_sums_fit_into_shared_memory(
 
 @pytest.mark.parametrize(
     ("row_bytes", "tokens", "rows"),
-    [(7680, 128, 8), (14464, 128, 4), (1 << 20, 4, 1), (14464, 4096, 128), (64, 8, 1024)],
+    [(7680, 128, 4), (14464, 128, 2), (1 << 20, 4, 1), (14464, 4096, 64), (64, 8, 512)],
 )
 def test_chunks_are_of_some_size_and_few(row_bytes: int, tokens: int, rows: int) -> None:
-    """Of rows for a far rank: of 64 KiB, of a row at least, and 32 of the most rows."""
+    """Of rows for a far rank: of 32 KiB, of a row at least, and 64 of the most rows."""
     tuning = low_latency_workspace.low_latency_tuning(SMS, 2, tokens)
     assert tuning.chunk_rows(row_bytes, tokens) == rows
     assert -(-tokens // rows) <= CHUNKS

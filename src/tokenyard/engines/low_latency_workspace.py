@@ -41,7 +41,7 @@ class LowLatencyTuning:
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
     once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
-    put_bytes: int = 1 << 16  # of rows or sums for a far rank, which one program puts
+    put_bytes: int = 1 << 15  # of rows or sums for a far rank, which one program puts
 
     def chunk_rows(self, row_bytes: int, max_tokens: int) -> int:
         """How many these are: at least one, and more where CHUNKS would not be enough."""

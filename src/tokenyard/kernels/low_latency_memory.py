@@ -67,7 +67,7 @@ StateOffsets = namedtuple(
 )
 """Where each part begins, in its elements; 0 for parts that are not there."""
 
-CHUNKS = 32
+CHUNKS = 64
 """Most chunks in which rows or sums for a far rank are put."""
 ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(CHUNKS)
 """What a far rank puts: the first chunk of rows or sums, the others follow; weights of a combine.
