@@ -63,8 +63,9 @@ class ExpertParallel(Recoverable):
             nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
             128 MiB. With fewer multiprocessors than there are, nvlink has a receive buffer besides,
-            at most four times as large. Engine low_latency: its slots; default: what rows of 2
-            bytes per channel need.
+            at most four times as large, and from the first large ``FLAT`` dispatch on a heap for
+            its results, at most six times as large: two of 4096 tokens of 7168 channels. Engine
+            low_latency: its slots; default: what rows of 2 bytes per channel need.
         num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
             Default: all.
         spare_sms: multiprocessors (all but collective) that others' kernels, if they wait for peers

@@ -382,6 +382,9 @@ def keep_for(tensors: Any, stream: Any) -> None:
     if isinstance(tensors, torch.Tensor):
         if tensors.is_cuda and tensors.numel():
             tensors.record_stream(stream)
+            block: Any = getattr(tensors.untyped_storage(), "tokenyard_block", None)
+            if block is not None:  # a ``memory.heap.Block``
+                block.streams.append(stream)
     elif isinstance(tensors, (tuple, list)):
         for part in tensors:  # pyright: ignore[reportUnknownVariableType]
             keep_for(part, stream)

@@ -48,6 +48,9 @@ class Stats:
             this rank began to wait; of rows and room the mean of all programs or channels.
             Forwarders and reducers of engines with rings note nothing. `tokenyard doctor --waits`
             says more.
+        in_heap, through_rings: fresh exact ``FLAT`` dispatches of engine nvlink whose rows peers
+            wrote where the result is, in the heap; and those that went through rings, as some rank
+            had no room there.
     """
 
     rank: int
@@ -59,6 +62,8 @@ class Stats:
     bytes_received: list[int]
     last_wait: list[float]
     waits: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    in_heap: int = 0
+    through_rings: int = 0
 
     @classmethod
     def zeros(cls, rank: int, world_size: int, nodes: list[int] | None = None) -> Stats:
@@ -121,6 +126,9 @@ class Stats:
         """Each with its name and labels."""
         for op, number in self.calls.items():
             yield "tokenyard_calls_total", {"op": op}, number
+        for place, number in (("heap", self.in_heap), ("rings", self.through_rings)):
+            if self.in_heap or self.through_rings:
+                yield "tokenyard_results_total", {"for": place}, number
         for unit in ("rows", "bytes"):
             for direction in ("sent", "received"):
                 counted: list[int] = getattr(self, f"{unit}_{direction}")
@@ -153,6 +161,11 @@ class Stats:
             if peer != self.rank:
                 self.bytes_sent[peer] += out * row_bytes
                 self.bytes_received[peer] += into * row_bytes
+
+    def count_result(self, in_heap: bool) -> None:
+        """Count a result that could have been in the heap, and was or was not."""
+        self.in_heap += in_heap
+        self.through_rings += not in_heap
 
     def record_unknown(self, op: str) -> None:
         """Count one exchange of which the host does not learn the rows, nor how long it waited."""

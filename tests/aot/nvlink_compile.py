@@ -38,6 +38,7 @@ from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
+from tokenyard.memory.heap import Heap
 from tokenyard.memory.kernel_launch import (
     Processor,
     compile_for,
@@ -48,6 +49,7 @@ from tokenyard.memory.kernel_launch import (
 from tokenyard.memory.symmetric import Region
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
+from tokenyard.testing.region_heap import RegionHeap
 from tokenyard.types import Layout, Quantize
 
 RANKS, SMS = 4, 132
@@ -62,7 +64,8 @@ MAIN = (
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
-    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|fresh in place|back)( bf16)? @24",
+    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|fresh in place|fresh in a heap|back)"
+    r"( bf16)? @24",
     r"FLAT exact back in place @8",
     r"FLAT exact back in place float32 @132",
 )
@@ -87,6 +90,9 @@ class Recorder:
         return Region(
             torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64)
         )
+
+    def heap(self, num_bytes: int) -> Heap:
+        return RegionHeap(self.allocate(num_bytes))
 
     def host_words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64)
@@ -146,7 +152,9 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
     chosen = choose_peer(config, num_sms, DEFAULT_BUFFER_BYTES, all_sms=num_sms == SMS, nodes=False)
     config, tuning, make = chosen.config, chosen.tuning, chosen.engine
     failures = FailureReports(dist.HashStore(), 0, 1.0)
-    engine = make(config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures)
+    given = config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures
+    engine, heaped = make(*given), make(*given, heap_bytes=8 << 20)
+    heaped._heap.least = 0
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
     fp8 = Payload(cast.data, cast.scales)
@@ -174,6 +182,9 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
                 label(name, "cached", what)
                 engine.redispatch(CachedArguments(payload, plan, spec, mode=mode))
                 if layout is Layout.FLAT and exact:
+                    label(name, "fresh in a heap", what)
+                    for _ in range(2):  # the first one makes the heap
+                        heaped.dispatch(DispatchArguments(payload, idx, weights, spec, mode))
                     label(name, "fresh in place", what)
                     _, plan, _ = engine.dispatch(
                         DispatchArguments(payload, idx, weights, spec, mode, in_place=True)

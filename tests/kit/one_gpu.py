@@ -25,10 +25,12 @@ from torch import Tensor
 
 from rank_threads import Gate, run_threads
 from tokenyard.memory.cuda import DeviceMemory
+from tokenyard.memory.heap import Heap
 from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.symmetric import Region
 from tokenyard.testing.one_process import BodyRun, Rank, run_in_process
+from tokenyard.testing.region_heap import RegionHeap
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 """What must be set before CUDA starts."""
@@ -153,6 +155,10 @@ class VirtualMemory(DeviceMemory):
         self._meet("the end of allocating symmetric memory")
         self._kept.append(local)
         return Region(local, addresses)
+
+    def heap(self, num_bytes: int) -> Heap:
+        """Collective. See :class:`SymmetricMemory`."""
+        return RegionHeap(self.allocate(num_bytes))
 
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         return self._gate.meet(self.rank, what, self._timeout, value)

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from forked_programs import Language, Programs
 from shared_tensors import SharedTensors, shared_empty
+from tokenyard.memory.heap import Heap
 from tokenyard.memory.kernel_launch import wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.symmetric import Region
+from tokenyard.testing.region_heap import RegionHeap
 
 PREFIX = "tokenyard-"
 """How names of regions begin."""
@@ -113,6 +115,10 @@ class SharedMemory:
         write to.
         """
         return SharedTensors()
+
+    def heap(self, num_bytes: int) -> Heap:
+        """Collective. See :class:`SymmetricMemory`."""
+        return RegionHeap(self.allocate(num_bytes))
 
     def host_words(self, count: int) -> Tensor:
         """Zeroed int64 ``[count]`` that kernels of later launches may read and write."""

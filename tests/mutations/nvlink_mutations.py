@@ -44,6 +44,33 @@ GUESS = {
     ),
 }
 
+HEAP = {
+    "heap: rows fly whatever the plan says": mutation(
+        "guess",
+        "two_direct",
+        rewrite("tl.load(go_of(plan_, k_)) == 0", "tl.load(go_of(plan_, k_)) < 0"),
+        part="heap",
+    ),
+    "heap: metadata is unpacked whatever the plan says": mutation(
+        "guess",
+        "direct",
+        rewrite("tl.load(go_of(plan_, k_)) > 0", "tl.load(go_of(plan_, k_)) >= 0"),
+        part="heap",
+    ),
+    "heap: one rank's block is enough": mutation(
+        "guess",
+        "header_validation",
+        rewrite("tl.where(least_ > 0, 2, 0)", "tl.where(least_ > 0, 2, 2)"),
+        part="heap",
+    ),
+    "heap: a block too early": mutation(
+        "wrong row",
+        "two_direct",
+        rewrite("place_.to(tl.int64) * 256 - 256", "place_.to(tl.int64) * 256 - 512"),
+        part="heap",
+    ),
+}
+
 _PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"
 
 CALL_BARRIER = {
@@ -228,6 +255,7 @@ MUTATIONS = {
     **NEAR_ROWS,
     **END_IN_PLACE,
     **PUSH,
+    **HEAP,
 }
 """By name."""
 

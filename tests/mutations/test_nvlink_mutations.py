@@ -69,6 +69,7 @@ def test_every_kind_of_bug_is_made() -> None:
         "two_combine",
         "two_scheduler",
         "two_direct",
+        "direct",
         "two_in_place",
         "two_headers",
         "push",

@@ -53,7 +53,7 @@ class Scenario:
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
     through the simulated network; ``mapped``: by it go node headers and announcements only, as
     nodes map each other's memory too. ``workers``: programs of a channel, at most.
-    ``receive_bytes``: of the receive buffer of engine nvlink.
+    ``receive_bytes``, ``heap_bytes``: of the receive buffer and the heap of engine nvlink.
     """
 
     world_size: int
@@ -70,6 +70,7 @@ class Scenario:
     mapped: bool = False
     workers: int = 2
     receive_bytes: int = 0
+    heap_bytes: int = 0
 
     @property
     def grid(self) -> Topology:
@@ -282,7 +283,8 @@ def rehearsal(part: str, seed: int) -> Scenario:
     when some programs have nothing to do. ``receives``: sums by expert, and weights, in a receive
     buffer. ``announcements``: calls of one token. ``plans``:
     refusals, so that plan follows plan. ``guesses``: more rows than guessed. ``lines``: rows so
-    long that their slots are whole lines, and longer than they.
+    long that their slots are whole lines, and longer than they. ``heap``: results in a heap, until
+    more rows come than one has room for, and a rank has no block.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -324,6 +326,10 @@ def rehearsal(part: str, seed: int) -> Scenario:
         "lines": (
             Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),
         ),
+        "heap": tuple(
+            Round(replace(base, routing=name, seed=seed), (), base)
+            for name in ("uniform", "uniform", "uniform", "one_rank", "uniform")
+        ),
         "guesses": tuple(
             Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")
         ),
@@ -339,6 +345,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
         slots=0,
         rounds=rounds[part],
         receive_bytes=1 << 20 if part == "receives" else 0,
+        heap_bytes=1 << 16 if part == "heap" else 0,
     )
 
 
@@ -350,6 +357,7 @@ SKEWS = {
     "barriers": "program",
     "plans": "rank",
     "guesses": "rank",
+    "heap": "rank",
     "lines": "program",
 }
 """Which hardware shows most in a rehearsal."""

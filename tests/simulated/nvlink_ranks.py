@@ -129,7 +129,9 @@ class RankRun:
                 num_bytes,
                 failures,
                 scenario.receive_bytes,
+                scenario.heap_bytes,
             )
+            self.engine._heap.least = 0
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the engine, then see that nothing went wrong on the device."""

@@ -59,7 +59,7 @@ def workspace_of(work: Workload, engine: str) -> tuple[Any, int]:
     nodes = engine == "twolevel"
     chosen = choose_peer(config, work.sms, work.buffer_bytes, all_sms=all_sms, nodes=nodes)
     workspace = PeerWorkspace(chosen.config, memory, chosen.tuning, work.buffer_bytes)
-    asked.append(chosen.receive_bytes)
+    asked += [chosen.receive_bytes, chosen.heap_bytes]
     return workspace, sum(asked)
 
 

@@ -9,6 +9,11 @@ RECEIVE_SHARE = 4
 4096 tokens of 7168 channels in BF16: 411 MB where each token goes to 7 other ranks, the most that 8
 picks on 8 ranks can need."""
 
+HEAP_SHARE = 6
+"""Bytes of a heap per byte of rings, at most. Beside rings of 128 MiB it holds two results of 4096
+tokens of 7168 channels in BF16 on 8 ranks, the one in use and the next: 350 MB each, if 8 picks
+fall on any experts."""
+
 
 def most_rows_back(config: Config) -> int:
     """Rows that others send back to a rank at most, if none has more than M tokens."""
@@ -19,3 +24,14 @@ def receive_bytes(buffer_bytes: int, config: Config) -> int:
     """Bytes of the receive buffer beside rings of ``buffer_bytes``."""
     needed = most_rows_back(config) * config.hidden * 2 + (1 << 20)  # BF16, and flags
     return min(RECEIVE_SHARE * buffer_bytes, needed) // 256 * 256
+
+
+def heap_bytes(buffer_bytes: int, config: Config) -> int:
+    """Bytes of the heap for results of dispatches beside rings of ``buffer_bytes``: two of the
+    largest, if they are no more than its share."""
+    if config.absent:  # ranks that are gone tell of no block
+        return 0
+    row_bytes = config.hidden * 2 + 4 * (4 + 2 * config.num_topk)  # BF16, and metadata
+    rows = config.padded_rows + config.padded_rows // 8 + 64  # what is guessed, and rounded up
+    needed = 2 * rows * row_bytes + (4 << 20)
+    return min(HEAP_SHARE * buffer_bytes, needed) // 512 * 512

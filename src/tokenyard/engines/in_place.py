@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.growing import GrowingRegion
-from tokenyard.engines.outputs import result_of, sent_of
+from tokenyard.engines.outputs import known_of, result_of, sent_of
 from tokenyard.engines.rings import RowLayout, addresses, sums_for
 from tokenyard.engines.signatures import Launch, Signature
 from tokenyard.engines.status import StatusMonitor
@@ -19,6 +19,8 @@ from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
+from tokenyard.kernels.structs import Payload as Sent
+from tokenyard.kernels.structs import Result
 from tokenyard.kernels.two_direct import bind_two_direct
 from tokenyard.kernels.two_pull import bind_two_pull, pull_rows
 from tokenyard.memory.symmetric import Region
@@ -36,15 +38,72 @@ class Parts(NamedTuple):
 
 
 def parts_of(row_layout: RowLayout, num_rows: int) -> Parts:
-    """Where rows, scales and meta of ``num_rows`` rows stand."""
+    """Where rows, scales and meta of ``num_rows`` rows stand, as ``kernels/direct.py`` has it."""
     at = [0]
     for row_bytes in (
         row_layout.words * row_layout.bits // 8,
         4 * row_layout.scale_words,
         4 * row_layout.meta_words,
     ):
-        at.append(-(-(at[-1] + padded(num_rows * row_bytes)) // _PART) * _PART)
+        at.append(at[-1] + -(-num_rows * row_bytes // _PART) * _PART)
     return Parts(*at[1:])
+
+
+class Target(NamedTuple):
+    """Where rows go without rings: an in-place buffer on every rank, or a block of its heap."""
+
+    buffers: int  # address of the table of buffers, or of heaps
+    rows: int  # address of those of this rank
+    scales_at: int  # bytes from rows to scales and metadata, on every rank
+    metadata_at: int
+    heap_bytes: int = 0  # 0: there is none
+
+
+def launch_in_place(
+    workspace: PeerWorkspace,
+    signature: Signature,
+    target: Target,
+    plan: int,
+    payload: Sent,
+    tag: int,
+    num_tokens: int,
+) -> None:
+    """Launch rows to ``target``. ``plan``: its address."""
+    top, heap = workspace.config.num_topk, target.heap_bytes > 0
+    launch = signature.bound(("rows", heap), lambda: bind_two_direct(
+        workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
+    ))  # fmt: skip
+    write_in_place(
+        launch,
+        workspace,
+        plan=plan,
+        buffers=target.buffers,
+        payload=payload,
+        tag=tag,
+        num_tokens=num_tokens,
+        scales_at=target.scales_at,
+        metadata_at=target.metadata_at,
+        heap_bytes=target.heap_bytes,
+    )
+
+
+def launch_unpack(
+    workspace: PeerWorkspace, signature: Signature, target: Target, plan: int, result: Result
+) -> None:
+    """Behind :func:`launch_in_place` of a fresh dispatch: unpack the metadata into ``result``."""
+    config, heap = workspace.config, target.heap_bytes > 0
+    launch = signature.bound(("unpack", heap), lambda: bind_unpack(
+        workspace, config.num_topk, signature.row_layout.meta_words, weighted=signature.weighted,
+        static=not signature.spec.exact, heap=heap,
+    ))  # fmt: skip
+    unpack_in_place(
+        launch,
+        workspace,
+        plan=plan,
+        metadata=target.rows + target.metadata_at,
+        result=result,
+        num_experts=config.num_experts,
+    )
 
 
 def _forbid(storages: list[Any], why: str) -> None:
@@ -96,41 +155,19 @@ class InPlaceBuffers:
     ) -> Payload:
         """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
         results."""
-        workspace, print_, row_layout = self._workspace, signature.fingerprint, signature.row_layout
-        parts = parts_of(row_layout, self._config.padded_rows)
+        workspace, print_, known = self._workspace, signature.fingerprint, known_of(plan)
+        parts = parts_of(signature.row_layout, self._config.padded_rows)
         self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
         buffer = self._buffer.room(parts.end, tag)
-        top, static, unpack = self._config.num_topk, not signature.spec.exact, None
-        launch = signature.bound("rows", lambda: bind_two_direct(
-            workspace, top, row_layout, signature.mode, signature.dtype
-        ))  # fmt: skip
-        if meta_at:
-            unpack = signature.bound("unpack", lambda: bind_unpack(
-                workspace, top, workspace.plan_ranks, row_layout.meta_words,
-                weighted=signature.weighted, static=static,
-            ))  # fmt: skip
+        begin = buffer.local.data_ptr()
+        target = Target(buffer.addresses.data_ptr(), begin, parts.scales, parts.meta)
         out = self._payload(num_rows, signature, parts)
         self._memory.gate()
-        write_in_place(
-            launch,
-            workspace,
-            plan=plan.route.data_ptr(),
-            buffers=buffer.addresses.data_ptr(),
-            payload=sent_of(payload, meta_at),
-            tag=tag,
-            num_tokens=plan.first_pick.shape[0],
-            scales_at=parts.scales,
-            metadata_at=parts.meta,
-        )
-        if unpack is not None and arrived is not None:
-            unpack_in_place(
-                unpack,
-                workspace,
-                plan=plan.route.data_ptr(),
-                metadata=buffer.local.data_ptr() + parts.meta,
-                result=result_of(out, plan, arrived),
-                num_experts=self._config.num_experts,
-            )
+        sent, tokens = sent_of(payload, meta_at), known.num_tokens
+        launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
+        if arrived is not None:
+            result = result_of(out, plan, arrived)
+            launch_unpack(workspace, signature, target, known.route_at, result)
         self._memory.settle()
         return out
 

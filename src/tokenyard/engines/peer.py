@@ -17,6 +17,7 @@ from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
+from tokenyard.engines.result_heap import ResultHeap
 from tokenyard.engines.rings import address
 from tokenyard.engines.signatures import Launch, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
@@ -45,6 +46,7 @@ class PeerEngine(Engine):
         tuning: how work is divided into programs; equal on all ranks.
         buffer_bytes: of all rings on one rank together.
         receive_bytes: of the receive buffer, which combines take if all their rows fit; 0: none.
+        heap_bytes: of the heap for results of fresh dispatches; 0: none.
     """
 
     in_place = True
@@ -62,6 +64,7 @@ class PeerEngine(Engine):
         buffer_bytes: int,
         failures: FailureReports,
         receive_bytes: int = 0,
+        heap_bytes: int = 0,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
@@ -71,6 +74,7 @@ class PeerEngine(Engine):
         parts = (self._workspace, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
+        self._heap = ResultHeap(config, *parts, heap_bytes)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._casts: dict[tuple[Any, ...], Launch] = {}
@@ -100,9 +104,10 @@ class PeerEngine(Engine):
 
     @property
     def buffer_bytes(self) -> int:
-        """Symmetric memory of this rank: rings, signals, in-place buffer and receive buffer, if
-        there are any."""
-        return self._workspace.num_bytes + self._in_place.num_bytes + self._receive.num_bytes
+        """Symmetric memory of this rank: rings, signals, in-place buffer, receive buffer and heap,
+        if there are any."""
+        others = self._in_place.num_bytes + self._receive.num_bytes + self._heap.num_bytes
+        return self._workspace.num_bytes + others
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
@@ -168,6 +173,7 @@ class PeerEngine(Engine):
         self._waits.close()
         self._in_place.close(why)
         self._receive.close()
+        self._heap.close()
         self._memory.close()
         self._signatures.clear()
         self._casts.clear()
@@ -191,12 +197,18 @@ class PeerEngine(Engine):
     # The plan
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0
+        self,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        signature: Signature,
+        room: int = 0,
+        place: int = 0,
     ) -> Counted:
-        """Launch the plan."""
+        """Launch the plan. ``place``: of the block for the result (:meth:`ResultHeap.place`)."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
         self._table_rows = self._rows_of_table(tokens, signature)
+        above = place if workspace.grid.num_nodes == 1 else self._table_rows
         launch = signature.bound(topk_idx.dtype, lambda: bind_plan(
             workspace, config.num_topk, signature.row_layout.meta_words,
             by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
@@ -223,7 +235,7 @@ class PeerEngine(Engine):
             num_tokens=tokens,
             num_experts=config.num_experts,
             most_rows=most,
-            num_rows=rows | self._table_rows << 32,
+            num_rows=rows | above << 32,
             alignment=spec.expert_alignment,
         )
         return counted

@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from tokenyard.config import Config
-from tokenyard.engines.budget import receive_bytes
+from tokenyard.engines.budget import heap_bytes, receive_bytes
 from tokenyard.engines.tuning import Tuning, most_channels, peer_tuning, too_many
 from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
 from tokenyard.errors import NotSupported
@@ -20,6 +20,7 @@ class PeerChoice(NamedTuple):
     config: Config
     tuning: Tuning
     receive_bytes: int
+    heap_bytes: int
 
 
 def choose_peer(
@@ -39,5 +40,7 @@ def choose_peer(
     channels = most_channels(grid, 2 * config.hidden, buffer_bytes)
     tuning = peer_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
     if nodes:
-        return PeerChoice(TwolevelEngine, config, tuning, 0)
-    return PeerChoice(NvlinkEngine, config, tuning, receive_bytes(buffer_bytes, config))
+        return PeerChoice(TwolevelEngine, config, tuning, 0, 0)
+    received = receive_bytes(buffer_bytes, config)
+    heap = 0 if all_sms else heap_bytes(buffer_bytes, config)
+    return PeerChoice(NvlinkEngine, config, tuning, received, heap)

@@ -19,6 +19,7 @@ from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
 from tokenyard.engines.rings import (
     address,
     addresses,
@@ -31,7 +32,7 @@ from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
-from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
+from tokenyard.header import CACHED, COMBINE, DISPATCH, NUM_TOKENS, CallKind
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
@@ -64,12 +65,14 @@ class RingEngine(PeerEngine):
             kind = CallKind(DISPATCH, payload, spec, mode, weighted, in_place=in_place)
             signature = self._signature(kind)
             room = signature.room_for(topk_idx.shape[0])
-            counted = self._count(topk_idx, weights, signature, room)
+            block = self._heap.take(signature, room)
+            place = self._heap.place(block, signature)
+            counted = self._count(topk_idx, weights, signature, room, place)
             rooms = (room, room) if spec.exact else signature.static_rows
             try:
-                moved = self._move(payload, counted, signature, rooms) if rooms[0] else None
+                moved = self._move(payload, counted, signature, rooms, block) if rooms[0] else None
                 if spec.exact or moved is None:
-                    return self._follow(payload, counted, signature, moved)
+                    return self._follow(payload, counted, signature, moved, in_heap=place > 0)
                 return self._finish(*moved, None, signature)
             except Exception:
                 # the plan's programs write to tensors that the caller lets go
@@ -229,20 +232,33 @@ class RingEngine(PeerEngine):
         counted: Counted,
         signature: Signature,
         moved: tuple[Payload, CallPlan, Arrived] | None,
+        *,
+        in_heap: bool,
     ) -> tuple[Payload, Plan, Arrived]:
-        """Behind the plan of a fresh dispatch, and its rows if their number was guessed."""
+        """Behind the plan of a fresh dispatch, and its rows if their number was guessed; whether
+        they were launched to the heap."""
         if moved is None:
             self._memory.gate()
         elif not self._memory.shared_gpu:
             self._outputs.make_ahead(signature, counted, moved[1].num_rows)
         known, size = self._learn(signature), self.config.world_size
-        if moved is not None and not self._host[2]:
+        lacks = int(self._host[2])
+        if self._heap.holds(signature):
+            signature.in_heap = not lacks & LACKS_BLOCK
+            tokens = int(self._headers[:, NUM_TOKENS].sum())
+            signature.most_rows = tokens + tokens // 16 + 64  # more than any rank guesses
+        if moved is not None and not lacks & LACKS_ROOM:
             self._memory.gate()  # every rank comes to two, whether it launches or not
         else:  # some rank guessed too little room, and no row has moved
+            in_heap = False
             came, experts = sum(known[size : 2 * size].tolist()), known[len(known) - self._local :]
             num_rows = num_result_rows(signature.spec, self.config, experts.tolist(), came)
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
-        return self._finish(*moved, known, signature)
+        done = self._finish(*moved, known, signature)
+        if self._heap.holds(signature):
+            self.stats.count_result(in_heap)
+            self._heap.prepare(signature)
+        return done
 
     def _with_room(self, counted: Counted) -> Counted:
         """``counted``, now that all ranks' tokens are known."""
@@ -254,10 +270,12 @@ class RingEngine(PeerEngine):
         counted: Counted,
         signature: Signature,
         room: tuple[int, int],
+        block: Tensor | None = None,
         *,
         forced: bool = False,
     ) -> tuple[Payload, CallPlan, Arrived]:
-        """Launch the rows of a fresh dispatch, with room for arrival rows and result rows."""
+        """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
+        ``block`` if there is one."""
         config, spec = self.config, signature.spec
         arrived_rows, num_rows = room
         if forced:
@@ -274,7 +292,12 @@ class RingEngine(PeerEngine):
                 arrived,
             )
             return out, plan, arrived
+        if block is not None and signature.in_heap:
+            out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
+            return out, plan, arrived
         out = _result(payload, signature, num_rows, zeros=False)
+        if block is not None:
+            out = out._replace(x=self._heap.rows_in(block, signature, num_rows))
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.width, by_expert=signature.experts, padding=signature.padding, fresh=True,

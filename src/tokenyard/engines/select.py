@@ -189,6 +189,7 @@ def _on_kernels(
         tuning=chosen.tuning,
         buffer_bytes=num_bytes,
         receive_bytes=chosen.receive_bytes,
+        heap_bytes=chosen.heap_bytes,
         failures=failures,
     )
     others = partial(_with_others, again, request, memory)

@@ -45,6 +45,10 @@ class Signature:
     static_rows: tuple[int, int]  # arrival rows and result rows of static shapes
     # tokens of the last call, and rows given to the result of a like one before counts are known
     room: tuple[int, int] = (-1, 0)
+    # both are the same on all ranks: whether the next such call launches rows to blocks of heaps,
+    # and rows for which a block has room before its rows
+    in_heap: bool = False
+    most_rows: int = 0
     launches: dict[Any, Launch] = field(default_factory=dict[Any, Launch])  # see :meth:`bound`
     ahead: Any = None  # ``outputs.Ahead`` of such a call
     blank: Any = None  # ``outputs.Blank`` of a static call, once it was needed

@@ -303,7 +303,10 @@ class StatusMonitor:
         if code == sync.TIMED_OUT.value:
             return self._silent(phase, peer, counter, expected, seen)
         call, text = self._call, ""
-        if phase == sync.ON_COUNTS.value:
+        if phase == sync.ON_COUNTS.value and unpack(self._now.tag)["exact"]:
+            text = f"rank {peer} announced a block in {call} that is not inside of its heap of "
+            text += f"{expected} bytes: it would end at {seen}"
+        elif phase == sync.ON_COUNTS.value:
             text = f"rank {peer} announced {seen} rows in {call}, but static shapes hold {expected}"
         elif seen == REFUSED:
             text = f"rank {peer} refused its side of {call}: its own error says why"

@@ -1,9 +1,9 @@
 # pyright: basic
 """Parts of a dispatch in place: rows to in-place buffers, and metadata out of them.
 
-A buffer is symmetric memory for a whole batch, ``[rows | scales | metadata]`` from three offsets.
-Its metadata is read by :func:`unpack_kernel` afterwards, in stream order.
-``kernels/two_direct.py`` has the kernel that writes, and who may do so when.
+A buffer is symmetric memory for a whole batch: rows, scales and metadata from three offsets. Its
+metadata is read by :func:`unpack_kernel` afterwards, in stream order. ``kernels/two_direct.py`` has
+the kernel that writes, and who may do so when.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast, load_groups, of_each, store_cast
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
-from tokenyard.kernels.region import first_in, in_bound
+from tokenyard.kernels.region import first_in, go_of, in_bound
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
     Batch, Cast, Grid, NetworkRing, Payload, Result, Routing, RowConstants, Strides,
@@ -43,6 +43,7 @@ class DirectConfig(NamedTuple):
     network_ring: NetworkRing
     placing: Placing
     rows_forwarded: int  # rows in flight of a forwarder
+    heap: bool  # buffers are blocks of heaps, which the plan knows
 
 
 class UnpackConfig(NamedTuple):
@@ -54,11 +55,12 @@ class UnpackConfig(NamedTuple):
     placing: Placing
     metadata_words: int
     rows: int  # in flight
+    heap: bool
 
 
 class Buffers(NamedTuple):
-    """In-place buffers of several ranks, ``[bins]``: their addresses; and the bytes in each before
-    scales and metadata."""
+    """In-place buffers of several ranks, ``[bins]``: addresses of their rows; and the bytes from
+    there to scales and metadata."""
 
     rows: Any
     scales_at: Any
@@ -171,13 +173,16 @@ def unpack_kernel(
     k: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights and sources of the rows of one (source, channel), out of this rank's
-    in-place buffer. No waits.
+    in-place buffer. No waits. Of a block of a heap: if rows have moved there.
 
     Grid ``ranks * channels``. ``k`` is an :class:`UnpackConfig`. Arguments between ``metadata`` and
     ``num_experts``: as in ``Result``.
     """
     pid, num_experts = tl.program_id(0), num_experts.to(tl.int32)
-    if not given_up(state):
+    there = not given_up(state)
+    if k.heap:
+        there = there & (tl.load(go_of(plan, k)) > 0)
+    if there:
         s, c = pid // k.channels, pid % k.channels
         me = tl.load(words(state) + RANK).to(tl.int32)
         routing = Routing(plan=plan, rank=me, num_tokens=0, num_experts=num_experts, num_rows=0)
@@ -203,31 +208,31 @@ MOST_PICKS = 256
 
 def write_in_place(
     launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, payload: Payload,
-    tag: int, num_tokens: int, scales_at: int, metadata_at: int,
+    tag: int, num_tokens: int, scales_at: int, metadata_at: int, heap_bytes: int,
 ) -> None:  # fmt: skip
-    """Launch what ``bind_two_direct`` made."""
+    """Launch what ``bind_two_direct`` made. Arguments are those of its kernel."""
     stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, buffers, payload, tag, num_tokens, scales_at,
-        metadata_at,
+        metadata_at, heap_bytes,
     )  # fmt: skip
 
 
 def bind_unpack(
-    workspace: Any, num_topk: int, plan_ranks: int, metadata_words: int, *, weighted: bool,
-    static: bool,
-) -> Callable[..., None]:  # fmt: skip
+    workspace: Any, num_topk: int, metadata_words: int, *, weighted: bool, static: bool, heap: bool
+) -> Callable[..., None]:
     """Compile and load the kernel that unpacks the metadata of rows in place."""
     ranks, channels = workspace.memory.world_size, workspace.tuning.channels
     k = UnpackConfig(
         ranks=ranks,
-        plan_ranks=plan_ranks,
+        plan_ranks=workspace.plan_ranks,
         channels=channels,
         placing=placing_of(
             num_topk, 1, by_expert=False, fresh=True, weighted=weighted, static=static
         ),
         metadata_words=metadata_words,
         rows=max(1, MOST_PICKS // power_of_two_at_least(num_topk)),
+        heap=heap,
     )
     return workspace.memory.bind(
         unpack_kernel, ranks * channels, num_warps=4, max_registers=None, k=k

@@ -3,8 +3,9 @@
 of ``plan``.
 
 It reads what the other ranks have sent when all of it is there. Every rank reads the same, so all
-come to the same result. Host memory gets ``[nonce, mismatches, crowded, headers [R, W], matrix [R,
-R]]``, the nonce last (release).
+come to the same result. Host memory gets ``[nonce, mismatches, lacks, headers [R, W], matrix [R,
+R]]``, the nonce last (release); bit 0 of ``lacks``: rows have not moved, as a rank has no room for
+them, or not where others have; bit 1: a rank has no block in its heap for them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.region import go_of, header_of, matrix_of
+from tokenyard.kernels.region import block_place, block_room, go_of, header_of, matrix_of
 from tokenyard.kernels.sync import DISAGREED, ON_CALL_BARRIER, ON_COUNTS, give_up, words
 from tokenyard.kernels.two_headers import lacks_table
 
@@ -76,6 +77,23 @@ def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
 
 
 @triton.jit
+def _where_rows_go(plan, said, rooms, k: tl.constexpr):
+    """Note the blocks in which ranks await rows. Of one node ``said [rank_bins]`` are above 32 bits
+    the places of blocks (``block_place``), -1 of a block whose rank expects rows through rings, 0
+    of a rank that has none. Returns what rows may do (``go_of``), 0 if ranks expect them in
+    different ways; and whether a rank has no block."""
+    s = tl.arange(0, k.rank_bins)
+    known = s < k.ranks
+    places = said >> 32
+    tl.store(block_place(plan, s, k), places.to(tl.int32), mask=known)
+    tl.store(block_room(plan, s, k), rooms.to(tl.int32), mask=known)
+    most = tl.max(tl.where(known, places, 0))
+    least = tl.min(tl.where(known, places, 1 << 31))
+    lacks = tl.min(tl.where(known, places * places, 1)) == 0
+    return tl.where(most <= 0, 1, tl.where(least > 0, 2, 0)), lacks
+
+
+@triton.jit
 def validate(
     mine, state, me, parity, plan, header_out, nonce, tag, room, most_rows, k: tl.constexpr
 ):
@@ -88,7 +106,8 @@ def validate(
     matrix = matrix_of(mine, parity, s, k)
     # all loads before anybody waits for one
     tags = tl.load(matrix + R + 1, mask=s < R, other=0)
-    rooms = tl.load(matrix + R, mask=s < R, other=0) & MOST
+    places = tl.load(matrix + R, mask=s < R, other=0)
+    rooms = places & MOST
     mask = (s < R)[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
     said = tl.load(headers + (0 if k.exact else _ROWS_AT), mask=s < R, other=0)
@@ -104,9 +123,13 @@ def validate(
         crowded |= lacks_table(mine, state, parity, plan, room, k)
     go = go_of(plan, k)
     if k.exact:
-        tl.store(go, ((mismatches == 0) & (crowded == 0)).to(tl.int32))
+        ways, lacks = crowded * 0 + 1, crowded * 0
+        if k.grid.ranks_per_node == R:
+            ways, lacks = _where_rows_go(plan, places, rooms, k)
+        crowded |= (ways == 0).to(tl.int32)
+        tl.store(go, tl.where((mismatches == 0) & (crowded == 0), ways, 0).to(tl.int32))
         tl.store(words(header_out) + 1, mismatches)
-        tl.store(words(header_out) + 2, crowded.to(tl.int64))
+        tl.store(words(header_out) + 2, (crowded | lacks.to(tl.int32) << 1).to(tl.int64))
         tl.debug_barrier()
         tl.atomic_xchg(words(header_out), nonce, sem="release", scope="sys")
     else:

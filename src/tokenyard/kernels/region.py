@@ -15,7 +15,8 @@ words:
                      dispatch in place, in total
     tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
     matrix   [2, R, R + 2]  written by the peer: how many rows it sends to each rank, for how many
-                     it has room, and its tag
+                     it has room (and above these 32 bits, of one node, where: see ``block_place``),
+                     and its tag
     bounds   [2, R, C]  written by the peer: rows to me in its channels before this one
     headers  [2, R, W]  written by the peer: its header for me
 
@@ -66,6 +67,7 @@ def plan_table(ranks: int, channels: int) -> dict[str, int]:
     return {
         "out_bound": ranks * (channels + 1), "in_bound": ranks * (channels + 1),
         "first_in": ranks, "first_out": ranks, "go": 1, "first_back": ranks,
+        "places": ranks, "rooms": ranks,
     }  # fmt: skip
 
 
@@ -244,8 +246,8 @@ def first_out(plan, rank, k: tl.constexpr):
 
 @triton.jit
 def go_of(plan, k: tl.constexpr):
-    """1 if rows may move: all ranks agree on the call, and all have room for what they get. The
-    same on every rank."""
+    """1 or 2 if rows may move: all ranks agree on the call, and all have room for what they get; 1
+    through rings, 2 to blocks of peers' heaps. The same on every rank."""
     return ints(plan) + plan_at("go", k.plan_ranks, k.channels)
 
 
@@ -253,6 +255,19 @@ def go_of(plan, k: tl.constexpr):
 def first_back(plan, rank, k: tl.constexpr):
     """The row of ``rank``'s receive buffer where rows from me begin. ``[ranks]``."""
     return ints(plan) + plan_at("first_back", k.plan_ranks, k.channels) + rank
+
+
+@triton.jit
+def block_place(plan, rank, k: tl.constexpr):
+    """Where the block is in ``rank``'s heap that awaits rows of this call: bytes / 256 + 1.
+    ``[ranks]``."""
+    return ints(plan) + plan_at("places", k.plan_ranks, k.channels) + rank
+
+
+@triton.jit
+def block_room(plan, rank, k: tl.constexpr):
+    """Rows for which that block has room. ``[ranks]``."""
+    return ints(plan) + plan_at("rooms", k.plan_ranks, k.channels) + rank
 
 
 @triton.jit

@@ -12,6 +12,17 @@ An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is rea
 ``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan
 where rows of a channel begin at each rank of their node (``first_forwarded``).
 
+HEAP, one node, rows without scales: each rank awaits its rows in a block of its heap, ``[meta |
+rows]``. The plan knows where the rows are and for how many there is room; there is meta for as many
+as any rank may get, so that of all ranks begins as far before their rows. The launch may come
+before the host knows the counts: as one through rings it does nothing if the plan says so. It gives
+up if a block is not inside of its heap.
+
+Who may write to a block when: the rank takes it before it launches its plan, in the same stream, so
+what used that memory before is over when its header comes. A worker writes behind all announcements
+as always, which come behind the plans, that have seen all headers. The kernel ends when all workers
+of all ranks have written; so the block is its rank's alone from then on, and may be given back.
+
 Who publishes what, who may read when: of the network rings, as in ``kernels/two_dispatch.py`` (a
 forwarder returns credits behind its reads); of in-place buffers, ``kernels/two_in_place.py``. There
 are no rings inside a node.
@@ -34,12 +45,16 @@ from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of, rows_sent
 from tokenyard.kernels.place import num_experts_of, placing_of
-from tokenyard.kernels.region import EPOCH, first_out, in_bound, peer_base, place_of
+from tokenyard.kernels.region import (
+    EPOCH, block_place, block_room, first_out, go_of, in_bound, peer_base, place_of,
+)  # fmt: skip
 from tokenyard.kernels.structs import (
     Payload, Peers, Routing, Turn, grid_of,
     network_ring_of, row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
-from tokenyard.kernels.sync import RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words
+from tokenyard.kernels.sync import (
+    DISAGREED, ON_COUNTS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words,
+)  # fmt: skip
 from tokenyard.kernels.two_dispatch import MOST_FORWARDED
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import destinations, return_credits
@@ -181,16 +196,40 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
     return rows
 
 
+@triton.jit
+def _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k: tl.constexpr):
+    """Addresses of the rows in the buffers of this node's ranks ``[local_bins]``, and whether all
+    are where they may be."""
+    P: tl.constexpr = k.grid.ranks_per_node
+    q = tl.arange(0, k.grid.local_bins)
+    near, ok = q < P, True
+    rows = tl.load(words(buffers) + home * P + q, mask=near, other=0)
+    if k.heap:
+        begin = tl.load(block_place(plan, q, k), mask=near, other=1).to(tl.int64) * 256 - 256
+        room = tl.load(block_room(plan, q, k), mask=near, other=0).to(tl.int64)
+        end = begin + room * (k.row.words * k.row.word_bits // 8)
+        wrong = near & ((begin + metadata_at < 0) | (room < 0) | (end > heap_bytes))
+        peer = tl.max(tl.where(wrong, q, -1))
+        if peer >= 0:
+            seen = tl.sum(tl.where(q == peer, end, 0))
+            give_up(state, DISAGREED, ON_COUNTS, peer, 0, heap_bytes, seen)
+            ok = False
+        rows += begin
+    return rows, ok
+
+
 @triton.jit(repr=shown_as("twolevel::dispatch_direct"))
 def two_direct_kernel(
     regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
-    num_experts, k: tl.constexpr,
+    heap_bytes, num_experts, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a ``DirectConfig``; ``buffers`` the table of in-place buffers, in
-    which scales and metadata begin at ``scales_at`` and ``metadata_at`` bytes;
-    :func:`bind_two_direct` makes the launch."""
+    """See the module. ``k`` is a ``DirectConfig``; ``buffers`` the table of in-place buffers, or of
+    heaps of ``heap_bytes``; scales and metadata begin ``scales_at`` and ``metadata_at`` bytes
+    behind rows; :func:`bind_two_direct` makes the launch."""
     grid: tl.constexpr = k.grid
     pid = tl.where(given_up(state), -1, tl.program_id(0))
+    if k.heap:
+        pid = tl.where(tl.load(go_of(plan, k)) == 0, -1, pid)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
     call = tl.load(words(state) + EPOCH)
@@ -203,11 +242,10 @@ def two_direct_kernel(
     TASKS: tl.constexpr = 2 * grid.nodes - 1 + near_tasks(grid.nodes, grid.workers)
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
-        q = tl.arange(0, grid.local_bins)
-        local = words(buffers) + home * grid.ranks_per_node + q
-        parts = tl.load(local, mask=q < grid.ranks_per_node, other=0)
-        targets = Buffers(rows=parts, scales_at=scales_at, metadata_at=metadata_at)
+        rows, ok = _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k)
+        targets = Buffers(rows=rows, scales_at=scales_at, metadata_at=metadata_at)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
+        step += tl.where(ok, 0, OVER)
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left = worker * 0
@@ -220,9 +258,9 @@ def two_direct_kernel(
             for i in range((TASKS + grid.workers - 1) // grid.workers):
                 task = dealt(worker, place_in_round(i, c, TASKS, k), k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
-                rows = _turn(peers, home, routing, payload, targets, tag, turn, ready, k)
+                todo = _turn(peers, home, routing, payload, targets, tag, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
-                left += rows
+                left += todo
             flush_signals(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, left, idle, since)
             before = left
@@ -234,10 +272,10 @@ def two_direct_kernel(
 
 
 def bind_two_direct(
-    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any
+    workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, *, heap: bool = False
 ) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place for one call signature: see
-    ``bind_two_dispatch``."""
+    ``bind_two_dispatch``. ``heap``: to blocks of heaps."""
     config, workers = workspace.tuning.direct, workspace.direct_workers
     grid = grid_of(workspace, workers)
     network = network_ring_of(workspace, row_layout)
@@ -251,7 +289,7 @@ def bind_two_direct(
         in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(row_layout, mode, dtype),
         placing=placing_of(num_topk, 1, by_expert=False, fresh=row_layout.meta_words > 0),
         rows_sent=rows_sent(config, row_layout, mode, block, network.chunk),
-        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
+        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block, heap=heap,
     )  # fmt: skip
     launch = workspace.memory.bind(
         two_direct_kernel, workers * k.channels, num_warps=config.num_warps,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.aside import synchronize
+from tokenyard.memory.heap import Heap, PoolHeap
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors, wait_until
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.rendezvous_store import RendezvousStore
@@ -25,6 +26,10 @@ _HELD: list[Any] = []
 
 
 _NOTHING = nullcontext()
+
+
+def _symmetric() -> Any:
+    return importlib.import_module("torch.distributed._symmetric_memory")
 
 
 class DeviceMemory:
@@ -122,26 +127,56 @@ class CudaMemory(DeviceMemory):
         self._meeting.exchange("the zeroing of symmetric memory")
         return Region(local, addresses)
 
+    def heap(self, num_bytes: int) -> Heap:
+        """See :class:`SymmetricMemory`. RuntimeError: as in :meth:`allocate`, or torch is too old:
+        its memory pools hold symmetric memory from 2.11 on.
+        """
+        self._meeting.same_size(num_bytes)
+        with torch.cuda.device(self.device):
+            pool = self._meeting.attempt("making a memory pool", self._pool)
+            with torch.cuda.use_mem_pool(pool):
+                local = self._meeting.attempt(
+                    f"allocating {num_bytes} bytes of symmetric memory in a pool",
+                    partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device),
+                )
+            pointers = self._pointers(local)
+            addresses = torch.tensor(pointers, dtype=torch.int64, device=self.device)
+            return PoolHeap(local.data_ptr(), num_bytes, addresses, pool)
+
+    def _pool(self) -> Any:
+        """A pool of this rank's symmetric memory, or of any if it is alone."""
+        if len(self._members) == 1:
+            return torch.cuda.MemPool()
+        get: Any = getattr(_symmetric(), "get_mempool_allocator", None)
+        if get is None:
+            raise RuntimeError("this torch has no pools of symmetric memory")
+        return torch.cuda.MemPool(get(self.device))
+
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """This rank's part and where every rank's part is."""
-        pointers = [0] * self.world_size
-        if len(self._members) == 1:
-            alone = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._kept.append(alone)
-            pointers[self.rank] = alone.data_ptr()
-            return alone, pointers
-        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        alone = len(self._members) == 1
         # Not symm.empty: its pool would keep the memory after close, and may place a region
         # differently on each rank.
-        make: Callable[..., Tensor] = symmetric._SymmetricMemory.empty_strided_p2p
-        local = self._meeting.attempt(
+        make: Any = torch.empty if alone else _symmetric()._SymmetricMemory.empty_strided_p2p
+        shape = ((num_bytes,),) if alone else ((num_bytes,), (1,))
+        local: Tensor = self._meeting.attempt(
             f"allocating {num_bytes} bytes of symmetric memory",
-            partial(make, (num_bytes,), (1,), torch.uint8, self.device),
+            partial(make, *shape, dtype=torch.uint8, device=self.device),
         )
+        pointers = self._pointers(local)
+        self._kept.append(local)
+        return local, pointers
+
+    def _pointers(self, local: Tensor) -> list[int]:
+        """Where every rank's part is, of which ``local`` is this rank's. Collective."""
+        pointers, num_bytes = [0] * self.world_size, local.numel()
+        pointers[self.rank] = local.data_ptr()
+        if len(self._members) == 1:
+            return pointers
         if self._group is not None:
-            handle: Any = symmetric.rendezvous(local, self._group)
+            handle: Any = _symmetric().rendezvous(local, self._group)
         else:
-            handle = self._rendezvous(symmetric._SymmetricMemory.rendezvous, local)
+            handle = self._rendezvous(_symmetric()._SymmetricMemory.rendezvous, local)
         views: list[Tensor] = [
             handle.get_buffer(place, (num_bytes,), torch.uint8)
             for place in range(len(self._members))
@@ -151,8 +186,8 @@ class CudaMemory(DeviceMemory):
         if pointers[self.rank] != local.data_ptr():
             where = "this rank's region where the tensor is"
             raise RuntimeError(f"torch's symmetric memory does not map {where}")
-        self._kept += [local, handle, views]
-        return local, pointers
+        self._kept += [handle, views]
+        return pointers
 
     def _rendezvous(self, meet: Callable[[Tensor, str], Any], local: Tensor) -> Any:
         """Map the memory of the members, who have no process group of their own: torch asks one

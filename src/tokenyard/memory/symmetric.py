@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.memory.heap import Heap
+
 
 class Region(NamedTuple):
     """A region that exists once per rank, at the same offsets everywhere."""
@@ -52,6 +54,15 @@ class SymmetricMemory(Protocol):
         Raises:
             PeerTimeout: a rank did not come.
             ValueError: ranks asked for different sizes.
+        """
+        ...
+
+    def heap(self, num_bytes: int) -> Heap:
+        """Collective: a heap of ``num_bytes`` on every rank. Memory of several nodes has none.
+
+        Raises:
+            RuntimeError: some rank cannot have it; on every rank.
+            PeerTimeout, ValueError: as in :meth:`allocate`.
         """
         ...
 

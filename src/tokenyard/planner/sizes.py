@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.engines.budget import receive_bytes
+from tokenyard.engines.budget import heap_bytes, receive_bytes
 from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
 from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning, too_many
 from tokenyard.header import COUNTS
@@ -44,8 +44,8 @@ class Sizes:
             whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
-            headers and node headers, which grow with the square of ranks. What calls in place need
-            comes on top.
+            headers and node headers, which grow with the square of ranks; and its heap. What calls
+            in place need comes on top.
     """
 
     channels: int
@@ -92,9 +92,11 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     if why := too_many(ranks):
         raise ValueError(why)
     grid = Topology(1, ranks)
-    received = receive_bytes(workload.buffer_bytes, workload.config(grid))
+    config, all_sms = workload.config(grid), sms == workload.most_sms
+    received = receive_bytes(workload.buffer_bytes, config)
+    heap = 0 if all_sms else heap_bytes(workload.buffer_bytes, config)
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
-    tuning = peer_tuning(sms, grid, all_sms=sms == workload.most_sms, channels=channels)
+    tuning = peer_tuning(sms, grid, all_sms=all_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
     programs = _programs(tuning, grid)
     senders = tuning.channels * tuning.senders(programs // tuning.channels, grid)
@@ -108,7 +110,8 @@ def nvlink_sizes(workload: Workload) -> Sizes:
         rings=(ring,),
         symmetric_bytes=_signal_bytes(workload, tuning.channels)
         + ring.count * ring.num_bytes
-        + received,
+        + received
+        + heap,
     )
 
 

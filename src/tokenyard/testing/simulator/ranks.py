@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import PeerTimeout
+from tokenyard.memory.heap import Heap
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.store import CooperativeStore
 from tokenyard.memory.symmetric import Region
+from tokenyard.testing.region_heap import RegionHeap
 from tokenyard.testing.simulator.host import Host
 from tokenyard.testing.simulator.scheduler import Simulator
 
@@ -152,6 +154,10 @@ class SimulatedMemory:
             for peer in range(self.world_size)
         ]
         return Region(parts[self.rank], torch.tensor(near, dtype=torch.int64))
+
+    def heap(self, num_bytes: int) -> Heap:
+        """Collective. See :class:`SymmetricMemory`."""
+        return RegionHeap(self.allocate(num_bytes))
 
     def host_words(self, count: int) -> Tensor:
         """Zeroed int64 ``[count]`` that this rank's programs may touch."""

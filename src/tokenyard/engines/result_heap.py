@@ -1,0 +1,132 @@
+"""Results of fresh dispatches in a heap, to which peers write their rows: without rings, and
+without a rule of how long a result lasts. Where multiprocessors are few, and rows have no scales:
+else rings are as fast.
+
+A rank takes a block for as many rows as it expects, and tells where it is with its counts. If every
+rank awaits its rows in a block, peers write there. If one has none, rows go through rings, in all
+ranks. They launch before they know: so by what the last such call has told all of them alike, and
+once more if it was wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tokenyard.config import Config
+from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
+from tokenyard.engines.outputs import CallPlan, Counted, result_of, sent_of
+from tokenyard.engines.signatures import Signature
+from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.workspace import PeerWorkspace
+from tokenyard.errors import PeerTimeout
+from tokenyard.handle import Arrived, Plan
+from tokenyard.rows import Payload
+from tokenyard.types import Layout
+
+_UNIT = 256
+"""Bytes in which a plan tells places; parts of a block are multiples."""
+LEAST_BYTES = 64 << 20
+"""Of the rows that a rank gets at most: smaller results go through rings, which is as fast, and
+costs the host a launch less."""
+LACKS_ROOM, LACKS_BLOCK = 1, 2
+"""Bits of what the plan tells the host: no row has moved; some rank has no block."""
+
+
+class ResultHeap:
+    """The heap of one object, of ``num_bytes``; 0: there is none."""
+
+    least = LEAST_BYTES
+
+    def __init__(
+        self, config: Config, workspace: PeerWorkspace, monitor: StatusMonitor, num_bytes: int
+    ) -> None:
+        self._config, self._workspace, self._monitor = config, workspace, monitor
+        self._wanted, self._heap = num_bytes, None
+
+    @property
+    def num_bytes(self) -> int:
+        """That the heap takes now; it is made when a call could have used it."""
+        return 0 if self._heap is None else self._heap.num_bytes
+
+    def close(self) -> None:
+        """Let go of the heap. It lasts as long as results in it."""
+        self._wanted, self._heap = 0, None
+
+    def holds(self, signature: Signature) -> bool:
+        """Whether results of such calls may lie in the heap."""
+        spec, others = signature.spec, signature.fingerprint.in_place or signature.sent.scale_words
+        return bool(self._wanted) and spec.exact and spec.layout is Layout.FLAT and not others
+
+    def prepare(self, signature: Signature) -> None:
+        """Make the heap behind a call that :meth:`holds`, unless it is there. Collective."""
+        if self._heap is not None or not self._is_large(signature):
+            return
+        try:
+            self._heap = self._workspace.memory.heap(self._wanted)
+        except PeerTimeout as lost:
+            raise self._monitor.attributed(lost) from None
+        except RuntimeError:  # on all ranks: one is short of memory, or its torch is too old
+            self._wanted = 0
+
+    def take(self, signature: Signature, room: int) -> Tensor | None:
+        """A block for ``room`` rows; None: there is none, or no number of rows."""
+        if self._heap is None or not room or not self.holds(signature):
+            return None
+        if room > signature.most_rows or not self._is_large(signature):
+            return None  # before rows there is room for no more
+        return self._heap.take(_before_rows(signature) + room * signature.sent.payload_bytes)
+
+    def _is_large(self, signature: Signature) -> bool:
+        """The same on all ranks."""
+        return signature.most_rows * signature.sent.payload_bytes >= self.least
+
+    def place(self, block: Tensor | None, signature: Signature) -> int:
+        """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
+        if block is None or not signature.in_heap:
+            return 0 if block is None else -1
+        assert self._heap is not None
+        rows_at = block.data_ptr() - self._heap.begin + _before_rows(signature)
+        return rows_at // _UNIT + 1
+
+    def rows_in(self, block: Tensor, signature: Signature, num_rows: int) -> Tensor:
+        """Uninitialised rows of a result over ``block``, which lives as long as they do."""
+        sent, at = signature.sent, _before_rows(signature) // signature.sent.dtype.itemsize
+        rows: Any = torch.empty(0, dtype=sent.dtype, device=block.device)
+        return rows.set_(block.untyped_storage(), at, (num_rows, sent.hidden), (sent.hidden, 1))
+
+    def write(
+        self,
+        block: Tensor,
+        payload: Payload,
+        counted: Counted,
+        plan: CallPlan,
+        arrived: Arrived,
+        signature: Signature,
+        num_rows: int,
+    ) -> Payload:
+        """Launch rows to the blocks of all ranks, of which ``block``, for ``num_rows``, is mine."""
+        heap, workspace, route = self._heap, self._workspace, counted.route.data_ptr()
+        assert heap is not None
+        out = Payload(self.rows_in(block, signature, num_rows), None)
+        target = Target(
+            heap.addresses.data_ptr(),
+            out.x.data_ptr(),
+            scales_at=0,
+            metadata_at=-_before_rows(signature),
+            heap_bytes=heap.num_bytes,
+        )
+        workspace.memory.gate()
+        moved = sent_of(payload, counted.meta_at)
+        launch_in_place(workspace, signature, target, route, moved, signature.tag, counted.tokens)
+        result = result_of(out, cast("Plan", plan), arrived)
+        launch_unpack(workspace, signature, target, route, result)
+        return out
+
+
+def _before_rows(signature: Signature) -> int:
+    """Bytes of a block before its rows, where their metadata is. Alike on all ranks, whatever room
+    each has for rows."""
+    return -(-signature.most_rows * 4 * signature.row_layout.meta_words // _UNIT) * _UNIT

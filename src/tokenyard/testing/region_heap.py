@@ -1,0 +1,30 @@
+"""A heap over a region, for ranks that share a process or a CPU: this module places its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.memory.heap import Heap
+from tokenyard.memory.symmetric import Region
+
+POISON = 0xFF
+"""Each byte of a block that is taken where fresh memory is ``poisoned``: NaN."""
+
+
+class RegionHeap(Heap):
+    """Blocks of ``region``. Of streams that use a block beside the heap's, only those count that
+    ``Block.streams`` names."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(region.local.data_ptr(), region.local.numel(), region.addresses)
+        self._local = region.local
+
+    def _make(self, start: int, size: int) -> Tensor:
+        make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
+        storage: Any = make(self.begin + start, self._local.device, size)
+        block = torch.empty(0, dtype=torch.uint8, device=self._local.device)
+        block.set_(storage, 0, (size,), (1,))  # pyright: ignore
+        return block.fill_(POISON) if torch.get_deterministic_debug_mode() else block

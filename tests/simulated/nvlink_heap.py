@@ -1,0 +1,136 @@
+"""Results in a heap on simulated ranks: calls of one kind that follow each other, whose results
+live on for a while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from torch import Tensor
+
+import tokenyard as ty
+from cases import PLAIN, Case, check_received
+from nvlink_cases import FLAT, Round, Scenario, draw, rehearsal
+from nvlink_ranks import MOST_STEPS, RankRun, known
+from tokenyard.engines.signatures import Signature
+from tokenyard.errors import PeerError
+from tokenyard.testing import ROUTINGS, poisoned
+from tokenyard.testing.simulator import SimulatedRank, simulate
+
+CALLS = 6
+
+
+@dataclass(frozen=True)
+class HeapRun:
+    """Rounds of one signature, and how long results are kept.
+
+    ``keep``: results that a rank holds beside the newest one; ``hoarder``: a rank that holds all of
+    them, so that it has no block in the end; -1: none.
+    """
+
+    scenario: Scenario
+    keep: int
+    hoarder: int
+
+
+def draw_heap(world_size: int, seed: int) -> HeapRun:
+    """The run of a seed."""
+    random, scenario = Random(seed), draw(world_size, seed)
+    first = scenario.rounds[0]
+    plain = first.case.dtype in PLAIN and first.case.quantize is None
+    like = first.case if plain else replace(first.case, dtype=PLAIN[seed % 3], quantize=None)
+    base = replace(like, layout=FLAT, exact=True, expert_alignment=1)
+    routings = random.choice(
+        ([base.routing] * CALLS, [random.choice(ROUTINGS) for _ in range(CALLS)])
+    )
+    ways = ("plain", "cached", "bias", "raw")
+    cases = [replace(base, routing=name, seed=seed + at) for at, name in enumerate(routings)]
+    rounds = tuple(
+        Round(
+            case,
+            (random.choice(ways),) if random.random() < 0.5 else (),
+            replace(first.cached, layout=FLAT, exact=True, expert_alignment=1, seed=case.seed,
+                    routing=case.routing),
+            refusers=(random.randrange(world_size),) if random.random() < 0.1 else (),
+        )
+        for case in cases
+    )  # fmt: skip
+    rows = world_size * scenario.max_tokens
+    block = sum(256 + rows * each for each in (4 * base.hidden, 64, 96))
+    few = random.random() < 0.3
+    heap = block // 512 * 512 * (1 if few else 3 * CALLS)
+    return HeapRun(
+        replace(scenario, rounds=rounds, heap_bytes=heap, receive_bytes=1 << 20),
+        random.choice((0, 1, 2)),
+        random.randrange(world_size) if random.random() < 0.3 else -1,
+    )
+
+
+def run_heap(heap: HeapRun, seed: int) -> list[tuple[int, int]]:
+    """All rounds on all ranks: how many results were in the heap, and through rings, by rank."""
+    scenario = heap.scenario
+    counted = [(0, 0)] * scenario.world_size
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        kept: list[tuple[Case, ty.Received]] = []
+        for each in scenario.rounds:
+            case: Case = known(each.case)
+            for refuser in each.refusers:
+                mine.refuse(case, refuser)
+            recv = mine.dispatch(case)
+            if seed % 3 == 0:
+                mine._guess_closely(recv)
+            kept.append((case, recv))
+            if ranks.rank != heap.hoarder:
+                del kept[: -1 - heap.keep]
+            for way in each.ways:
+                mine.follow(recv, each, way)
+            del recv
+            for then, result in kept:  # nobody has written to it
+                check_received(result, then, ranks.rank)
+        stats = mine.engine.stats
+        counted[ranks.rank] = stats.in_heap, stats.through_rings
+        mine.engine.close()
+        for then, result in kept:
+            check_received(result, then, ranks.rank)
+
+    with poisoned():
+        simulate(scenario.world_size, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+    return counted
+
+
+def check_heap(world_size: int, seed: int) -> tuple[int, int]:
+    """The run of ``seed`` passes, and all ranks count alike: in the heap, and through rings."""
+    counted = run_heap(draw_heap(world_size, seed), seed)
+    assert len(set(counted)) == 1, counted
+    return counted[0]
+
+
+def check_lie(seed: int, further: int | None) -> list[str]:
+    """What ranks raise if rank 1 says that its block is so many units of 256 bytes ``further`` on,
+    or (None) that its rows begin where its heap does.
+    """
+    scenario, said = rehearsal("heap", seed), [""] * 2
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        heap = mine.engine._heap
+        honest = heap.place
+
+        def lie(block: Tensor | None, signature: Signature) -> int:
+            place = honest(block, signature)
+            return place if place <= 0 else 1 if further is None else place + further
+
+        if ranks.rank == 1:
+            heap.place = lie
+        try:
+            for each in scenario.rounds:
+                mine.round(each)
+        except PeerError as error:
+            said[ranks.rank] = str(error)
+        mine.engine.close()
+
+    simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+    return said
