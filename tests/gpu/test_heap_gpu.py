@@ -1,0 +1,77 @@
+"""Results in a heap on GPUs: kept, read by other streams, and outliving their object. See
+``make test-gpu``.
+"""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import torch
+
+from cases import Case, check_received, dispatch
+from test_nvlink import SIZES, processes, pytestmark
+from tokenyard.engines.result_heap import ResultHeap
+from tokenyard.testing import Ranks, distributed_test
+
+__all__ = ["pytestmark"]
+FEW = 8  # multiprocessors
+CALLS = 6
+
+
+def cases_of(ranks: Ranks) -> list[Case]:
+    return [
+        Case(ranks.world_size, num_tokens=300, hidden=512, num_experts=16, seed=seed)
+        for seed in range(CALLS)
+    ]
+
+
+@processes
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_results_in_a_heap(ranks: Ranks) -> None:
+    """Dropped ones give their memory back, kept ones keep it: until the heap is full, and rings
+    take over. The last ones are good when their object is closed.
+    """
+    cases = cases_of(ranks)
+    with mock.patch.object(ResultHeap, "least", 0):
+        ep = cases[0].make(ranks, num_sms=FEW)
+        for case in (*cases, *cases):
+            check_received(dispatch(ranks, ep, case), case, ranks.rank)
+        assert ep.stats().in_heap >= CALLS
+        kept = [(case, dispatch(ranks, ep, case)) for case in (*cases, *cases)]
+        assert ep.stats().through_rings > 2
+        for case, recv in kept:
+            check_received(recv, case, ranks.rank)
+        del kept[:-1]
+        before = ep.stats().in_heap
+        for case in cases:
+            check_received(dispatch(ranks, ep, case), case, ranks.rank)
+        assert ep.stats().in_heap > before
+        ep.close()
+    gc.collect()
+    for case, recv in kept:
+        check_received(recv, case, ranks.rank)
+
+
+@processes
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_streams_that_read_a_result_in_a_heap(ranks: Ranks) -> None:
+    """A result that has died lasts until a stream has read it that was told of, by us or by
+    ``record_stream``, though calls go on.
+    """
+    cases, side = cases_of(ranks), torch.cuda.Stream()
+    with mock.patch.object(ResultHeap, "least", 0), cases[0].make(ranks, num_sms=FEW) as ep:
+        for told_by_us in (True, False):
+            copies: list[tuple[Case, torch.Tensor]] = []
+            for case in (*cases, *cases):
+                recv = dispatch(ranks, ep, case, async_op=told_by_us)
+                recv.wait()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(5_000_000)
+                    copies.append((case, recv.x.clone()))
+                recv.x.record_stream(side)
+                del recv
+            torch.cuda.synchronize()
+            for case, copy in copies:
+                assert torch.equal(copy.cpu(), case.expected[ranks.rank].x), told_by_us
