@@ -134,6 +134,9 @@ PUSH = {
         move("raise_release(...)", "sum_chunk(...)", "push_rows"),
         part="receives",
     ),
+    "push: last row of a chunk of sums dropped": mutation(
+        "last chunk", "push", rewrite("j_ < n_", "j_ < n_ - 1", "sum_chunk", nth=0), part="receives"
+    ),
     "push: flag before weights": mutation(
         "flag before data",
         "push",

@@ -43,7 +43,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
-from tokenyard.kernels.combine import Partials, Sums, partial_rows, store_sums, types_of
+from tokenyard.kernels.combine import (
+    Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.place import floats
@@ -83,7 +85,8 @@ class PushConfig(NamedTuple):
     slots_per_row: int = 0  # result rows that one arrival row can have
     by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
     weighted: bool = False  # and multiplied by weights before
-    summed: int = 0  # channels of an arrival row that are summed at once, if by_expert
+    summed: int = 0  # channels of each row of a chunk in a round of loads, if by_expert
+    rounds: int = 0  # that are under way at once
     picks: int = 0  # weights per arrival row that are summed too; 0: none
     weights_at: int = 0  # bytes of a receive buffer before these
 
@@ -99,15 +102,18 @@ def _copy(src, dst, count, block: tl.constexpr):
 
 @triton.jit
 def _sum_chunk(parts, first, to, count, k: tl.constexpr):
-    """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other."""
-    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16)
-    for j in range(0, count):
-        for k0 in range(0, k.row.hidden, k.summed):
-            w = k0 + tl.arange(0, k.summed)
-            a = first + j + tl.arange(0, 1)
-            v = partial_rows(parts, a, a >= 0, w, k)
-            at = to + j.to(tl.int64) * k.row.hidden + w[None, :]
-            tl.store(at, v, mask=(w < k.row.hidden)[None, :], cache_modifier=".cs")
+    """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other:
+    ``summed`` channels of all rows in a round."""
+    H: tl.constexpr = k.row.hidden
+    ROWS: tl.constexpr = triton.next_power_of_2(k.chunk)
+    j = tl.arange(0, ROWS)
+    here = j < count
+    each = result_rows(parts, first + j, here, k)
+    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16) + j.to(tl.int64)[:, None] * H
+    for k0 in tl.range(0, H, k.summed, num_stages=k.rounds):
+        w = k0 + tl.arange(0, k.summed)
+        v = partial_rows(parts, each, ROWS, w, k)
+        tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
 
 
 @triton.jit
@@ -201,10 +207,12 @@ def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.cons
     r = tl.arange(0, k.rank_bins)
     own = tl.sum(tl.where((r == me)[None, :], places, 0), axis=1)
     end = tl.minimum(begin + k.span, H)
+    if k.by_expert:
+        each = result_rows(parts, first + own, own >= 0, k)
     for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
         w = k0 + tl.arange(0, k.block)
         if k.by_expert:
-            v_own = partial_rows(parts, first + own, own >= 0, w, k)
+            v_own = partial_rows(parts, each, k.tokens, w, k)
         total = tl.zeros((k.tokens, k.block), tl.float32)
         for d in tl.static_range(k.ranks):
             place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
@@ -316,8 +324,11 @@ def bind_push(
     tokens, stages = gather.staged(
         gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
     )
-    if by_expert:  # as ``tiles_of``: a row is the sum of several, all of which are loaded at once
-        block, tokens, stages = min(whole, 256 * gather.num_warps), 1, 1
+    summed, rounds = 0, 0
+    if by_expert:
+        rows, each = power_of_two_at_least(push.chunk), slots_per_row * dtype.itemsize
+        summed, rounds = rounds_of(push, whole, rows, each, shared)
+        block, stages = rounds_of(gather, whole, tokens, each + token_bytes, shared)
     bias0, bias1 = types_of(bias)
     k = PushConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
@@ -327,7 +338,7 @@ def bind_push(
         tokens=tokens, block=block, span=whole if by_expert or gather.stages > 1 else block,
         stages=stages, dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
         slots_per_row=slots_per_row if by_expert else 0, by_expert=by_expert, weighted=weighted,
-        summed=block if by_expert else 0, picks=picks, weights_at=weights_at if picks else 0,
+        summed=summed, rounds=rounds, picks=picks, weights_at=weights_at if picks else 0,
     )  # fmt: skip
     return workspace.memory.bind(
         push_kernel, grid, num_warps=gather.num_warps, max_registers=gather.max_registers, k=k
