@@ -135,7 +135,16 @@ PUSH = {
         part="receives",
     ),
     "push: last row of a chunk of sums dropped": mutation(
-        "last chunk", "push", rewrite("j_ < n_", "j_ < n_ - 1", "sum_chunk", nth=0), part="receives"
+        "last chunk",
+        "push",
+        rewrite("j_ < n_", "j_ < n_ - 1", where=("result_rows(_, first_ + j_, ...)",)),
+        part="receives",
+    ),
+    "push: many result rows taken for few": mutation(
+        "wrong row",
+        "push",
+        rewrite("tl.max(index_, axis=0) < 0", "True", "are_few"),
+        part="receives",
     ),
     "push: flag before weights": mutation(
         "flag before data",

@@ -107,13 +107,13 @@ def result_rows(parts, a, here, k: tl.constexpr):
 
 
 @triton.jit
-def partial_rows(parts, each, B: tl.constexpr, w, k: tl.constexpr):
-    """Channels ``w [BLOCK]`` of the sums of the result rows of ``each`` of B arrival rows, rounded
-    to the wire dtype."""
+def partial_rows(parts, each, J: tl.constexpr, B: tl.constexpr, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of the sums of the result rows of ``each`` of B arrival rows, which
+    have J at most, rounded to the wire dtype."""
     H: tl.constexpr = k.row.hidden
     rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
     total = tl.zeros((B, w.shape[0]), tl.float32)
-    for j in tl.static_range(k.slots_per_row):  # unrolled: all are on their way at once
+    for j in tl.static_range(J):  # unrolled: all are on their way at once
         row = each.index[j]
         mask = (row >= 0)[:, None] & (w < H)[None, :]
         v = tl.load(rows + row[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -152,7 +152,7 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
             mask = here[:, None] & (w < H)[None, :]
             if k.by_expert:
                 each = result_rows(parts, chunk.first + i, here, k)
-                v = partial_rows(parts, each, k.tiles.rows_sent, w, k)
+                v = partial_rows(parts, each, k.slots_per_row, k.tiles.rows_sent, w, k)
             else:
                 rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
                 rows = rows + (chunk.first + i).to(tl.int64)[:, None] * H + w[None, :]
@@ -193,12 +193,12 @@ def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, plac
 
 
 def rounds_of(
-    config: Any, whole: int, rows: int, channel_bytes: int, shared: int
+    config: Any, whole: int, rows: int, item_bytes: int, channel_bytes: int, shared: int
 ) -> tuple[int, int]:
     """Of ``rows``, each the sum of several: channels of each in a round of loads, and rounds under
-    way at once. A lane has 8 channels of one row, 16 bytes of BF16. ``channel_bytes``: loaded for a
-    channel of a row. ``shared``: bytes for rounds on their way."""
-    block = min(whole, 256 * config.num_warps // rows)
+    way at once. A lane has 16 bytes of one row. ``item_bytes``: of a channel; ``channel_bytes``:
+    loaded for one. ``shared``: bytes for rounds on their way."""
+    block = min(whole, 512 // item_bytes * config.num_warps // rows)
     return block, config.stages_for(rows * block * channel_bytes, shared)
 
 
