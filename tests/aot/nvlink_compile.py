@@ -67,6 +67,7 @@ MAIN = (
     r"(dispatch|direct|combine)_kernel FLAT exact (fresh|fresh in place|fresh in a heap|back)"
     r"( bf16)? @24",
     r"FLAT exact back in place @8",
+    r"push_kernel EXPERT_MAJOR pushed back weighted @24",
     r"FLAT exact back in place float32 @132",
 )
 """Variants that are worth their seconds in every run."""
@@ -224,7 +225,7 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
                 label(name, "back weighted")
                 engine.combine(CombineArguments(rows, plan, spec, weights=torch.empty(1)))
     pushing = make(config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20)
-    for layout in () if few else Layout:
+    for layout in (Layout.EXPERT_MAJOR,) if few else Layout:
         spec = Spec(layout=layout, exact=True)
         _, plan, _ = pushing.dispatch(DispatchArguments(plain, idx, weights, spec, None))
         label(layout.name, "pushed back")

@@ -52,6 +52,7 @@ from tokenyard.errors import PeerError, PeerLost, PeerTimeout
 from tokenyard.formats import quantize
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors
 from tokenyard.testing.checked_calls import Batch, share
+from tokenyard.testing.compare import assert_same_bits
 from tokenyard.testing.routings import routing
 from tokenyard.topology import Topology
 
@@ -60,8 +61,9 @@ EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 ENGINES, MAPS = ("twolevel", "nvlink"), ("A", "B")
 IN_PLACE = " in place"
 PLAIN_KINDS = ("bf16", "combine", "bf16" + IN_PLACE, "combine" + IN_PLACE)
-MAJOR = " by expert"
-KINDS = (*PLAIN_KINDS, "cast", "cast" + IN_PLACE, "bf16" + MAJOR, "fp8", "fp8" + MAJOR)
+MAJOR, WEIGHTED = " by expert", " weighted"
+KINDS = (*PLAIN_KINDS, "cast", "cast" + IN_PLACE, "bf16" + MAJOR, "fp8", "fp8" + MAJOR,
+         "combine" + MAJOR, "combine" + MAJOR + WEIGHTED)  # fmt: skip
 WARMUPS, CALLS = 2, 4
 SLEEP = 20_000_000  # cycles, about 10 ms: longer than the host takes to launch a round
 TIMEOUT, LIMIT = 40.0, 280.0  # seconds: of kernels and gates; of one combination
@@ -156,6 +158,34 @@ def draw_picks(ranks: int, tokens: int) -> tuple[Tensor, Tensor]:
     return torch.stack([idx for idx, _ in each]), torch.stack([weights for _, weights in each])
 
 
+def expert_share(expert: Tensor) -> Tensor:
+    """What rows of ``expert`` are multiplied with before they are summed, so that sums differ if
+    one takes another pick's row.
+    """
+    return 2.0 ** -(expert % 4)
+
+
+def check_sums(truth: GridTruth, y: Tensor, *, weighted: bool) -> None:
+    """The sums of result rows by expert: of each rank's in the order of picks, then of ranks and
+    nodes; rounded each time.
+    """
+    batch, mine = truth.batch, truth.batch.rank
+    total = torch.zeros(batch.x.shape, dtype=torch.float32, device=batch.x.device)
+    idx, weights = batch.picks
+    for first in range(0, len(batch.topk_idx), truth.per_node):
+        node = torch.zeros_like(total)
+        for rank in range(first, first + truth.per_node):
+            part, here = torch.zeros_like(total), batch.picks_of(rank)[mine]
+            for pick in range(TOPK):
+                scale = share(rank) * expert_share(idx[:, pick : pick + 1])
+                row = (batch.x * scale.to(batch.x.dtype)).float()
+                row = row * weights[:, pick : pick + 1] if weighted else row
+                part += torch.where(here[:, pick : pick + 1], row, 0.0)
+            node += part.to(batch.x.dtype).float()
+        total += node.to(batch.x.dtype).float()
+    assert_same_bits(y, total.to(y.dtype), what="combined")
+
+
 class Case:
     """Calls of one kind of one object. Making one is collective, as are run and check."""
 
@@ -164,19 +194,25 @@ class Case:
         self.back, self.in_place = kind.startswith("combine"), kind.endswith(IN_PLACE)
         self.mode = ty.Quantize.FP8 if kind.startswith("cast") else None
         self.x: Any = quantize(batch.x, ty.Quantize.FP8) if kind.startswith("fp8") else batch.x
-        layout = ty.Layout.EXPERT_MAJOR if kind.endswith(MAJOR) else ty.Layout.FLAT
+        self.weighted, self.major = kind.endswith(WEIGHTED), MAJOR in kind
+        layout = ty.Layout.EXPERT_MAJOR if self.major else ty.Layout.FLAT
         mine = batch.topk_idx[ep.rank], batch.topk_weights[ep.rank]
         received = ep.dispatch(batch.x, *mine, layout=layout)
         truth.check_rows(received)
         self.handle = received.handle
         self.rows = self.given = received.x.mul_(share(ep.rank))
+        if self.back and self.major:
+            expert = batch.topk_idx.flatten()[batch.picks_of(ep.rank).flatten()].sort().values
+            self.rows.mul_(expert_share(expert).to(self.rows.dtype)[:, None])
         if self.back and self.in_place:
             self.given = ep.empty_for_combine(self.handle, in_place=True)
             self.given.copy_(self.rows)
 
     def run(self) -> Any:
         if self.back:
-            return self.ep.combine(self.given, self.handle, in_place=self.in_place)
+            return self.ep.combine(
+                self.given, self.handle, in_place=self.in_place, weighted=self.weighted
+            )
         return self.ep.dispatch(
             self.x, handle=self.handle, quantize=self.mode, in_place=self.in_place
         )
@@ -192,7 +228,10 @@ class Case:
             if plain is not None:
                 same = torch.equal(result.view(torch.int16), plain.view(torch.int16))
                 assert same, "other bits than combine not in place"
-            (self.truth.check_combined if self.back else self.truth.check_rows)(result)
+            if self.back and self.major:
+                check_sums(self.truth, result, weighted=self.weighted)
+            else:
+                (self.truth.check_combined if self.back else self.truth.check_rows)(result)
             self.ep.check()
         except AssertionError as error:
             return "WRONG " + " ".join(str(error).split())[:160]

@@ -249,7 +249,7 @@ else
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
-    for range((TASKS + k.grid.workers - 1) // k.grid.workers)
+    for range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders))
       _turn(peers)
       if place == 0
         flush_signals(state)
@@ -367,7 +367,7 @@ if pid >= 0
     if not ready
       if before > 0
         all_are_here(regions)
-    for range((TASKS + k.grid.workers - 1) // k.grid.workers)
+    for range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders))
       _turn(peers)
     _flush_signals(peers)
   if step < OVER

@@ -161,6 +161,18 @@ PUSH = {
         move("raise_release(...)", "sum_chunk(...)", "push_rows"),
         part="receives",
     ),
+    "push: last row of a chunk of sums dropped": mutation(
+        "last chunk",
+        "push",
+        rewrite("j_ < n_", "j_ < n_ - 1", where=("result_rows(_, first_ + j_, ...)",)),
+        part="receives",
+    ),
+    "push: many result rows taken for few": mutation(
+        "wrong row",
+        "push",
+        rewrite("tl.max(index_, axis=0) < 0", "True", "are_few"),
+        part="receives",
+    ),
     "push: flag before weights": mutation(
         "flag before data",
         "push",

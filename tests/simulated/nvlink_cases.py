@@ -91,8 +91,10 @@ class Scenario:
             direct=part,
             pull=part,
             forward=part,
-            push=part,
-            gather=replace(part, stages=self.chunk),  # of whole rows, or of pieces
+            # long rows by expert take several rounds
+            push=replace(part, num_warps=1),
+            # of whole rows, or of pieces
+            gather=replace(part, stages=self.chunk, num_warps=1),
             pushers=self.channels,
             gatherers=2 - self.slots % 2,
             num_sms=self.channels * self.workers,
@@ -315,7 +317,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
         ),
         "receives": (
             Round(base, ("reduce", "plain", "reduce"), cached),
-            Round(replace(base, layout=MAJOR), ("weighted", "plain"), cached),
+            Round(replace(base, layout=MAJOR, hidden=264), ("weighted", "plain"), cached),
             Round(base, ("reduce", "bias"), cached),
         ),
         "barriers": (Round(tiny, back_and_forth, replace(tiny, hidden=16)),),

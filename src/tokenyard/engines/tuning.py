@@ -128,7 +128,7 @@ class Tuning:
 
 FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
 FEW_PULLS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
-FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16)
+FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, stages=4)
 """Of programs that have a multiprocessor each."""
 
 
@@ -227,7 +227,7 @@ def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
         direct=direct,
         pull=FEW_PULLS,
         forward=direct,
-        push=KernelConfig(rows=2, block=4096, chunk=4),
+        push=KernelConfig(rows=2, block=4096, chunk=4, stages=4),
         gather=sums,
         num_sms=num_sms,
         pushers=pushers,

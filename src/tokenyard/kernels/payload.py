@@ -50,15 +50,18 @@ def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr
 
 
 @triton.jit
-def copy_rows_to(
-    source, target, here, num_words: tl.constexpr, block: tl.constexpr, most: tl.constexpr
-):
-    """The same, each row to up to ``most`` rows of ``target``, whose ``index [B]`` points to their
-    numbers (int64), -1 behind the last: one read, several writes."""
-    BINS: tl.constexpr = triton.next_power_of_2(most)
-    n = tl.arange(0, BINS)[None, :]
-    table = tl.load(target.index[:, None] + n, mask=here[:, None] & (n < most), other=-1)
-    copies = tl.max(tl.sum((table >= 0).to(tl.int32), axis=1))
+def most_copies(index, here, most: tl.constexpr):
+    """The most of ``most`` numbers (int64), -1 behind the last, that one of ``index [B]`` points
+    to, of those ``here``."""
+    n = tl.arange(0, triton.next_power_of_2(most))[None, :]
+    table = tl.load(index[:, None] + n, mask=here[:, None] & (n < most), other=-1)
+    return tl.max(tl.sum((table >= 0).to(tl.int32), axis=1))
+
+
+@triton.jit
+def copy_rows_to(source, target, here, copies, num_words: tl.constexpr, block: tl.constexpr):
+    """The same, each row to up to ``copies`` rows of ``target``, whose ``index [B]`` points to
+    their numbers (:func:`most_copies`): one read, several writes."""
     for at in range(0, num_words, block):
         w = at + tl.arange(0, block)
         mask = here[:, None] & (w < num_words)[None, :]

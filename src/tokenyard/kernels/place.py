@@ -20,7 +20,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to
+from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, most_copies
 from tokenyard.kernels.region import first_expert, start_of
 from tokenyard.kernels.structs import Experts, Rows
 from tokenyard.kernels.sync import words
@@ -169,16 +169,17 @@ def place_by_expert(
         )
         tl.debug_barrier()  # all threads read what some have stored
     slots = words(result.slots) + batch.arrival.to(tl.int64) * MOST
+    copies = most_copies(slots, batch.here, MOST)
     x, out = as_words(payload.rows, row.word_bits), as_words(result.rows, row.word_bits)
     copy_rows_to(
         Rows(words=x, index=batch.index, stride=strides.payload),
-        Rows(words=out, index=slots, stride=row.words), batch.here, row.words, block, MOST,
+        Rows(words=out, index=slots, stride=row.words), batch.here, copies, row.words, block,
     )  # fmt: skip
     if row.scale_words:
         copy_rows_to(
             Rows(words=as_words(payload.scales, 32), index=batch.index, stride=strides.scales),
             Rows(words=as_words(result.scales, 32), index=slots, stride=row.scale_words),
-            batch.here, row.scale_words, triton.next_power_of_2(row.scale_words), MOST,
+            batch.here, copies, row.scale_words, triton.next_power_of_2(row.scale_words),
         )  # fmt: skip
 
 

@@ -43,7 +43,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
-from tokenyard.kernels.combine import Partials, Sums, partial_rows, store_sums, types_of
+from tokenyard.kernels.combine import (
+    Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.place import floats
@@ -83,7 +85,10 @@ class PushConfig(NamedTuple):
     slots_per_row: int = 0  # result rows that one arrival row can have
     by_expert: bool = False  # rows are by expert: those of an arrival row are summed first
     weighted: bool = False  # and multiplied by weights before
-    summed: int = 0  # channels of an arrival row that are summed at once, if by_expert
+    summed: int = 0  # channels of each row of a chunk in a round of loads, if by_expert
+    rounds: int = 0  # that are under way at once
+    few: int = 0  # sums are unrolled for so many result rows where no row of a round has more
+    few_stages: int = 0  # the same as ``stages`` for these
     picks: int = 0  # weights per arrival row that are summed too; 0: none
     weights_at: int = 0  # bytes of a receive buffer before these
 
@@ -98,16 +103,39 @@ def _copy(src, dst, count, block: tl.constexpr):
 
 
 @triton.jit
+def _are_few(each, k: tl.constexpr):
+    """Whether no arrival row has more than ``k.few`` result rows."""
+    if k.few:
+        return tl.max(each.index[k.few], axis=0) < 0
+    else:
+        return False
+
+
+@triton.jit
+def _store_chunk(parts, each, to, here, J: tl.constexpr, block: tl.constexpr, k: tl.constexpr):
+    """Store ``block`` channels at a time of the sums of the rows of a chunk, those ``here``, which
+    have J result rows at most."""
+    H: tl.constexpr = k.row.hidden
+    for k0 in tl.range(0, H, block, num_stages=k.rounds):
+        w = k0 + tl.arange(0, block)
+        v = partial_rows(parts, each, J, here.shape[0], w, k)
+        tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
+
+
+@triton.jit
 def _sum_chunk(parts, first, to, count, k: tl.constexpr):
-    """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other."""
-    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16)
-    for j in range(0, count):
-        for k0 in range(0, k.row.hidden, k.summed):
-            w = k0 + tl.arange(0, k.summed)
-            a = first + j + tl.arange(0, 1)
-            v = partial_rows(parts, a, a >= 0, w, k)
-            at = to + j.to(tl.int64) * k.row.hidden + w[None, :]
-            tl.store(at, v, mask=(w < k.row.hidden)[None, :], cache_modifier=".cs")
+    """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other.
+    Channels that few result rows leave room for are summed too."""
+    H: tl.constexpr = k.row.hidden
+    MORE: tl.constexpr = 2 * k.summed if k.summed < H else k.summed
+    j = tl.arange(0, triton.next_power_of_2(k.chunk))
+    here = j < count
+    each = result_rows(parts, first + j, here, k)
+    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16) + j.to(tl.int64)[:, None] * H
+    if _are_few(each, k):
+        _store_chunk(parts, each, to, here, k.few, MORE, k)
+    else:
+        _store_chunk(parts, each, to, here, k.slots_per_row, k.summed, k)
 
 
 @triton.jit
@@ -192,19 +220,20 @@ def _add_weights(parts, sums, t, here, places, starts, k: tl.constexpr):
 
 
 @triton.jit
-def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.constexpr):
-    """Store ``span`` channels from ``begin`` on of the sums of tokens ``t [B]``, of which those
-    ``here``. ``starts [rank_bins]``: where rows of each rank begin; ``first``: my first own arrival
-    row."""
+def _add_span(
+    parts, sums, each, J: tl.constexpr, stages: tl.constexpr, t, here, places, starts, me, begin,
+    k: tl.constexpr,
+):  # fmt: skip
+    """See :func:`_add_rows`. ``each``: the result rows of my own arrival rows, J at most, if rows
+    are by expert."""
     H: tl.constexpr = k.row.hidden
     ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
     r = tl.arange(0, k.rank_bins)
-    own = tl.sum(tl.where((r == me)[None, :], places, 0), axis=1)
     end = tl.minimum(begin + k.span, H)
-    for k0 in tl.range(begin, end, k.block, num_stages=k.stages):
+    for k0 in tl.range(begin, end, k.block, num_stages=stages):
         w = k0 + tl.arange(0, k.block)
         if k.by_expert:
-            v_own = partial_rows(parts, first + own, own >= 0, w, k)
+            v_own = partial_rows(parts, each, J, k.tokens, w, k)
         total = tl.zeros((k.tokens, k.block), tl.float32)
         for d in tl.static_range(k.ranks):
             place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)
@@ -216,6 +245,24 @@ def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.cons
                 v = load_rows(row, place >= 0, w, k)
             total = total + v.to(tl.float32)
         store_sums(sums, total, t, here, w, k)
+
+
+@triton.jit
+def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.constexpr):
+    """Store ``span`` channels from ``begin`` on of the sums of tokens ``t [B]``, of which those
+    ``here``. ``starts [rank_bins]``: where rows of each rank begin; ``first``: my first own arrival
+    row."""
+    if k.by_expert:
+        r = tl.arange(0, k.rank_bins)
+        own = tl.sum(tl.where((r == me)[None, :], places, 0), axis=1)
+        each = result_rows(parts, first + own, own >= 0, k)
+        J: tl.constexpr = k.slots_per_row
+        if _are_few(each, k):
+            _add_span(parts, sums, each, k.few, k.few_stages, t, here, places, starts, me, begin, k)
+        else:
+            _add_span(parts, sums, each, J, k.stages, t, here, places, starts, me, begin, k)
+    else:
+        _add_span(parts, sums, 0, 0, k.stages, t, here, places, starts, me, begin, k)
 
 
 @triton.jit
@@ -316,8 +363,13 @@ def bind_push(
     tokens, stages = gather.staged(
         gather.rows_of(block, MOST_GATHERED), block * token_bytes, shared
     )
-    if by_expert:  # as ``tiles_of``: a row is the sum of several, all of which are loaded at once
-        block, tokens, stages = min(whole, 256 * gather.num_warps), 1, 1
+    few, few_stages, summed, rounds = slots_per_row // 2 if by_expert else 0, 0, 0, 0
+    if by_expert:
+        rows, item = power_of_two_at_least(push.chunk), dtype.itemsize
+        summed, rounds = rounds_of(push, whole, rows, item, slots_per_row * item, shared)
+        few_bytes, most_bytes = (token_bytes + count * item for count in (few, slots_per_row))
+        block, few_stages = rounds_of(gather, whole, tokens, item, few_bytes, shared)
+        block, stages = rounds_of(gather, whole, tokens, item, most_bytes, shared)
     bias0, bias1 = types_of(bias)
     k = PushConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
@@ -327,7 +379,8 @@ def bind_push(
         tokens=tokens, block=block, span=whole if by_expert or gather.stages > 1 else block,
         stages=stages, dtype=kernel_type(dtype), bias0=bias0, bias1=bias1,
         slots_per_row=slots_per_row if by_expert else 0, by_expert=by_expert, weighted=weighted,
-        summed=block if by_expert else 0, picks=picks, weights_at=weights_at if picks else 0,
+        summed=summed, rounds=rounds, few=few, few_stages=few_stages, picks=picks,
+        weights_at=weights_at if picks else 0,
     )  # fmt: skip
     return workspace.memory.bind(
         push_kernel, grid, num_warps=gather.num_warps, max_registers=gather.max_registers, k=k

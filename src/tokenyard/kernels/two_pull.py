@@ -56,6 +56,7 @@ from tokenyard.kernels.two_scheduler import (
     next_step,
     place_in_round,
     reports,
+    tasks_of_worker,
 )
 from tokenyard.kernels.two_sums import (
     Tokens,
@@ -220,7 +221,7 @@ def _flush_signals(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr)
     G: tl.constexpr = k.grid.nodes
     P: tl.constexpr = k.grid.ranks_per_node
     EACH: tl.constexpr = deferred_words(P)
-    ROUND: tl.constexpr = (tasks + k.grid.workers - 1) // k.grid.workers
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
     N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), k.rank_bins)
     state, home = peers.state, peers.rank // P
     e = tl.arange(0, 2 * N)  # tasks, then nodes, as N + R + node
@@ -294,7 +295,7 @@ def two_pull_kernel(
                 short = tl.where(ready, 0, 1)  # as in two_direct.py
                 left += short
                 direct += short
-            for i in range((TASKS + k.grid.workers - 1) // k.grid.workers):
+            for i in range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders)):
                 task = dealt(worker, place_in_round(i, c, TASKS, k), k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows = _turn(peers, home, routing, starts, sums, tag, turn, ready, k)
