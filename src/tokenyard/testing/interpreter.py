@@ -278,7 +278,7 @@ class _Rewriter(upstream.ASTTransformer):
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
     if _state.patched:
-        return self.rewrite()(*args, **kwargs)
+        return (self.rewritten_fn.get(self.fn) or self.rewrite())(*args, **kwargs)
     return _upstream["__call__"](self, *args, **kwargs)
 
 
