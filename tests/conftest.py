@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from tokenyard.launch import preload
+
 pytest_plugins = ["pytester"]
 
 # Without a GPU kernels are interpreted, in the whole process; Triton reads this when it is
@@ -15,6 +17,7 @@ if (
     and not torch.cuda.is_available()
 ):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    preload("torch._dynamo")  # ranks of many tests come to need it, a second each
 
 # Many ranks on one GPU are a matter of these tests: the kit has ranks of the simulator only.
 if os.environ.get("TOKENYARD_TEST_DEVICE") == "virtual":
