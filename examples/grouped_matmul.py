@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from tokenyard import launch
 
-TOKENS, HIDDEN, FFN, EXPERTS, TOPK, ALIGNMENT = 512, 256, 512, 16, 4, 16
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK, ALIGNMENT = 128, 256, 512, 16, 4, 16
 
 
 def layer(

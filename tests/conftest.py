@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from tokenyard.launch import preload
+
 pytest_plugins = ["pytester"]
 
 # Without a GPU kernels are interpreted, in the whole process; Triton reads this when it is
@@ -15,6 +17,7 @@ if (
     and not torch.cuda.is_available()
 ):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    preload("torch._dynamo")  # ranks of many tests come to need it, a second each
 
 # Many ranks on one GPU are a matter of these tests: the kit has ranks of the simulator only.
 if os.environ.get("TOKENYARD_TEST_DEVICE") == "virtual":
@@ -45,6 +48,7 @@ LONGEST = (
     "test_low_latency_aot",
     "test_twolevel_aot",
     "test_kernels_aot",
+    "test_recover",
     "test_twolevel_simulated",
     "test_recover_simulated",
     "test_low_latency_failures",
@@ -56,6 +60,7 @@ LONGEST = (
     "test_twolevel_failures",
     "test_megatron",
     "test_compile",
+    "test_failures",
     "test_twolevel_mutations",
     "test_nvlink_mutations",
     "test_transformers",
@@ -69,7 +74,6 @@ LONGEST = (
     "test_bench_twolevel",
     "test_demo",
     "test_low_latency",
-    "test_recover",
     "test_doctor",
     "test_deep_ep_simulated",
     "test_hosts",
@@ -81,10 +85,11 @@ LONGEST = (
     "test_gradients",
     "test_machine_code",
     "test_torchtitan_v1",
-    "test_failures",
     "test_interrupt",
 )
-"""Files that take more than ten seconds."""
+"""Files that take more than ten seconds. Ranks of test_recover and test_failures mostly wait: early
+and apart, while other workers keep the processors busy.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,16 +8,13 @@ with which constants: it runs on a binder that writes down what is launched and 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from nvlink_compile import facts_of_launch
+from nvlink_compile import facts_of_launch, side_by_side
 from tokenyard.config import Config
 from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.collective_launches import Launches
@@ -108,6 +105,4 @@ if __name__ == "__main__":
     for ranks in (1, 8):
         record(ranks)
     names = [name for name in LAUNCHES if all(word in name for word in sys.argv[1:])]
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        found = dict(zip(names, pool.map(facts_of, names), strict=True))
-    json.dump(found, sys.stdout)
+    json.dump(side_by_side(facts_of, names), sys.stdout)

@@ -236,7 +236,7 @@ def assembled(cubin: bytes) -> Facts:
         Path(file.name).write_bytes(cubin)
         commands = (
             [tools / "cuobjdump", "-res-usage", file.name],
-            [tools / "nvdisasm", "-c", file.name],
+            [tools / "nvdisasm", "-c", "-ndf", file.name],
         )
         usage, sass = (
             subprocess.run(each, capture_output=True, text=True, check=True).stdout

@@ -11,9 +11,7 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -21,7 +19,7 @@ import torch
 
 import nvlink_compile
 from low_latency_mutations import planted
-from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder
+from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder, side_by_side
 from tokenyard.config import Config
 from tokenyard.engines.base import CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
@@ -193,12 +191,6 @@ if __name__ == "__main__":
             each for each in nvlink_compile.LAUNCHES if not REST.search(each[0])
         ]
     numbers = range(len(nvlink_compile.LAUNCHES))
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        facts = dict(
-            zip(
-                (name for name, _ in nvlink_compile.LAUNCHES),
-                pool.map(facts_of_any, numbers),
-                strict=True,
-            )
-        )
+    found = side_by_side(facts_of_any, numbers)
+    facts = {name: found[at] for at, (name, _) in enumerate(nvlink_compile.LAUNCHES)}
     json.dump({"bytes": num_bytes, "far bytes": far_bytes, "facts": facts}, sys.stdout)

@@ -16,18 +16,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
 from nvlink_mutations import planted
 from tokenyard.config import Config
@@ -71,6 +72,8 @@ MAIN = (
     r"FLAT exact back in place float32 @132",
 )
 """Variants that are worth their seconds in every run."""
+
+_Number = TypeVar("_Number")
 
 Launch = dict[str, Any]
 """label, kernel, grid, warps, max_registers, constants."""
@@ -284,7 +287,10 @@ def facts_of_launch(launch: Launch) -> dict[str, Any]:
             check=True,
         )
         sass = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+            [TOOLS / "nvdisasm", "-c", "-ndf", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     registers = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1])
     fit = resident_programs(HOPPER, launch["warps"], registers, compiled.metadata.shared)
@@ -292,6 +298,13 @@ def facts_of_launch(launch: Launch) -> dict[str, Any]:
     return (
         sizes | {"grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
     )
+
+
+def side_by_side(facts: Callable[[_Number], Any], numbers: Sequence[_Number]) -> dict[_Number, Any]:
+    """The facts of each, by forks of this process."""
+    triton_key()  # a hash of all of Triton, which each of them would make
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        return dict(zip(numbers, pool.map(facts, numbers), strict=True))
 
 
 def code_facts(ptx: str, sass: str) -> dict[str, Any]:
@@ -339,6 +352,5 @@ if __name__ == "__main__":
         range(len(LAUNCHES)),
         key=lambda at: "combine" not in LAUNCHES[at][0] and "plan" not in LAUNCHES[at][0],
     )
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        found = dict(zip(order, pool.map(facts_of, order), strict=True))
+    found = side_by_side(facts_of, order)
     json.dump({name: found[at] for at, (name, _) in enumerate(LAUNCHES)}, sys.stdout)

@@ -8,18 +8,25 @@ library is not at hand). JSON on the standard output.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import nvlink_compile
-from nvlink_compile import EXPERTS, HIDDEN, SMS, TOKENS, TOP, Launch, Recorder, facts_of
+from nvlink_compile import (
+    EXPERTS,
+    HIDDEN,
+    SMS,
+    TOKENS,
+    TOP,
+    Launch,
+    Recorder,
+    facts_of,
+    side_by_side,
+)
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
@@ -224,8 +231,5 @@ if __name__ == "__main__":
         nvlink_compile.LAUNCHES[:] = [
             each for each in nvlink_compile.LAUNCHES if not REST.search(each[0])
         ]
-    names = [name for name, _ in nvlink_compile.LAUNCHES]
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        json.dump(
-            dict(zip(names, pool.map(facts_of_any, range(len(names))), strict=True)), sys.stdout
-        )
+    facts = side_by_side(facts_of_any, range(len(nvlink_compile.LAUNCHES)))
+    json.dump({name: facts[at] for at, (name, _) in enumerate(nvlink_compile.LAUNCHES)}, sys.stdout)

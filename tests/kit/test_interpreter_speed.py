@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from interpreted import need_interpreter
 need_interpreter()
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
 from tokenyard.testing import interpreter, interpreter_operators
@@ -92,8 +94,14 @@ def outcome(call: Callable[[], Any]) -> Any:
     )
 
 
-def long_way() -> Any:
-    return mock.patch.dict(interpreter_operators.OPERATORS, clear=True)
+@contextmanager
+def long_way() -> Iterator[None]:
+    upstream = {name: interpreter._upstream[name] for name in interpreter_operators.CALLS}
+    with (
+        mock.patch.dict(interpreter_operators.OPERATORS, clear=True),
+        mock.patch.multiple(TritonSemantic, **upstream),
+    ):
+        yield
 
 
 def compare(calls: Callable[[], Iterator[tuple[Any, Callable[[], Any]]]]) -> int:
@@ -110,8 +118,10 @@ def compare(calls: Callable[[], Iterator[tuple[Any, Callable[[], Any]]]]) -> int
 def test_shortcuts_are_in_place() -> None:
     with interpreter.patched_language():
         assert tl.core.tensor.__add__.__module__ == interpreter_operators.__name__
+        assert TritonSemantic.load.__module__ == interpreter_operators.__name__
     with long_way(), interpreter.patched_language():
         assert tl.core.tensor.__add__.__module__ != interpreter_operators.__name__
+        assert TritonSemantic.load.__module__ != interpreter_operators.__name__
 
 
 BINARY = sorted(interpreter_operators.OPERATORS.keys() - {"to", "__getitem__"})
@@ -154,6 +164,64 @@ def test_pointers_move() -> None:
                 yield (to, shape, kind, other), lambda p=p, by=by: p + by
 
     assert compare(calls) > 200
+
+
+MASKS = (None, (), (4,), (4, 1), (1, 4))
+"""Shapes of masks."""
+
+
+def test_loads() -> None:
+    memory = np.arange(1, 9, dtype=np.int64)
+    kinds = (tl.int32, tl.int64, tl.int1, tl.float32, tl.bfloat16)
+
+    def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
+        for kind, shape, masked in product(kinds, SHAPES[:4], MASKS):
+            mask = None if masked is None else tensor(tl.int1, masked)
+            others = [None, *NUMBERS, *(tensor(each, shape) for each in KINDS)]
+            for at, other in enumerate([*others, tensor(tl.int64, ())]):
+                p = pointer(memory, kind, shape)
+                yield (kind, shape, masked, at), lambda p=p, m=mask, o=other: tl.load(p, m, o)
+            for cache in (".cg", ".no"):
+                yield (
+                    (kind, shape, masked, cache),
+                    lambda p=p, m=mask, c=cache: tl.load(p, m, cache_modifier=c),
+                )
+
+    assert compare(calls) > 300
+
+
+def test_stores() -> None:
+    memory = np.zeros(8, np.int64)
+
+    def stored(p: Any, value: Any, mask: Any) -> Any:
+        memory[:] = 0
+        assert tl.store(p, value, mask).type is tl.void
+        return tl.load(p)
+
+    def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
+        for kind, shape, masked in product(KINDS, SHAPES[:4], MASKS):
+            mask = None if masked is None else tensor(tl.int1, masked)
+            values = [*NUMBERS, *(tensor(each, at) for each in KINDS for at in (shape, ()))]
+            for at, value in enumerate(values):
+                p = pointer(memory, kind, shape)
+                yield (kind, shape, masked, at), lambda p=p, v=value, m=mask: stored(p, v, m)
+
+    assert compare(calls) > 300
+
+
+def test_choices() -> None:
+    def calls() -> Iterator[tuple[Any, Callable[[], Any]]]:
+        for truths, (one, other) in product(SHAPES[:3:2], PAIRS):
+            c = tensor(tl.int1, truths)
+            for left, right in product(KINDS, KINDS):
+                a, b = tensor(left, one, 1), tensor(right, other, 2)
+                yield (truths, one, other, left, right), lambda c=c, a=a, b=b: tl.where(c, a, b)
+            for kind, number in product(KINDS, NUMBERS):
+                a = tensor(kind, one)
+                yield (truths, one, kind, number), lambda c=c, a=a, n=number: tl.where(c, a, n)
+                yield (truths, one, number, kind), lambda c=c, a=a, n=number: tl.where(c, n, a)
+
+    assert compare(calls) > 300
 
 
 def test_casts() -> None:

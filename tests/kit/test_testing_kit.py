@@ -101,6 +101,22 @@ def test_workers_end_that_have_many_threads_of_earlier_bodies(tmp_path: Path) ->
     assert not set(pids(tmp_path)) & set(first)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers rest on Linux only")
+def test_workers_rest_between_bodies(tmp_path: Path) -> None:
+    workers = pids(tmp_path)
+    for _ in range(600):
+        states = [state(pid) for pid in workers]
+        if states == ["T", "T"]:
+            return
+        time.sleep(0.1)  # a stop takes effect a moment after it is sent
+    pytest.fail(f"workers are in states {states} 60 s after their body")
+
+
+def state(pid: str) -> str:
+    """Of a process, as the kernel has it: T for stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def verdict(*outcomes: Outcome, may_die: tuple[int, ...] = ()) -> str:
     with pytest.raises(RankFailure) as caught:
         judge(dict(enumerate(outcomes)), may_die)
@@ -308,13 +324,18 @@ if __name__ == "__main__":
     assert "pytest" not in sys.modules
     hold(sys.argv[1])
     print("held", flush=True)
-    kill_and_hang(os.getpid())
+    END
 """
 
 
-def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "end",
+    ["kill_and_hang(os.getpid())", "os.kill(os.getpid(), signal.SIGKILL)"],
+    ids=["in a body", "between bodies"],
+)
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path, end: str) -> None:
     script, lock = tmp_path / "script.py", tmp_path / "lock"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("END", end))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, script, lock], env=environment, capture_output=True, text=True

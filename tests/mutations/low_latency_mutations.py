@@ -128,7 +128,7 @@ WHICH_CALL = {
 
 WRITTEN_AGAIN = {
     "dispatch: one half only": _mutation(
-        "reused too early", rewrite(_PARITY, _ONE_PARITY, "low_dispatch_kernel")
+        "reused too early", rewrite(_PARITY, _ONE_PARITY, "low_dispatch_kernel"), hint=2
     ),
     "combine: one half only": _mutation(
         "reused too early",
@@ -159,7 +159,7 @@ _ONE_STAGE = rewrite(
 )
 
 FAR = {
-    "far: counted before it is packed": _far("barrier", drop_barrier("count_packed")),
+    "far: counted before it is packed": _far("barrier", drop_barrier("count_packed"), hint=1),
     "far: counted without order": _far(
         "release", change("tl.atomic_add(..., sem=sem_)", "count_packed", sem_=RELAXED)
     ),

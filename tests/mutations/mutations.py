@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edits import Edit
-from syntax import KERNELS, Source
+from syntax import KERNELS, Caught, Patterns, Source
 
 PACKAGE = "tokenyard.kernels"
 
@@ -65,8 +65,9 @@ def changed(
     for path in sorted(KERNELS.glob("*.py")):
         if not path.stem.startswith(tuple(mutation.file.split("|"))):
             continue
-        source = Source(path.stem, prepared(ast.parse(path.read_text())))
         try:
+            glance(mutation.edits, path)
+            source = Source(path.stem, prepared(ast.parse(path.read_text())))
             for edit in mutation.edits:
                 edit(source)
         except AssertionError as error:
@@ -81,6 +82,45 @@ def changed(
 @cache
 def _unchanged(file: str) -> str:
     return ast.unparse(ast.parse((KERNELS / f"{file}.py").read_text()))
+
+
+class Glance(Source):
+    """A file of which no more is known than its functions."""
+
+    def function(self, names: str) -> ast.FunctionDef:
+        super().function(names)
+        raise Worthwhile
+
+    def places(
+        self, pattern: str, inside: str, where: Patterns = ()
+    ) -> list[tuple[ast.AST, Caught]]:
+        if inside:
+            self.function(inside)
+        raise Worthwhile
+
+
+class Worthwhile(Exception):
+    """A file has what is looked for first."""
+
+
+def glance(edits: Sequence[Edit], path: Path) -> None:
+    """Raise AssertionError if the file lacks the first function of the ``edits``: most files do, so
+    few are parsed.
+    """
+    try:
+        for edit in edits:
+            edit(Glance(path.stem, ast.Module([ast.Import([]), *_heads(path)], [])))
+    except Worthwhile:
+        pass
+
+
+@cache
+def _heads(path: Path) -> list[ast.stmt]:
+    """The functions of a file, without their bodies."""
+    found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    for node in found:
+        node.body.clear()
+    return [*found]
 
 
 @contextmanager

@@ -255,18 +255,30 @@ def tensor_range(*bounds: Any) -> Iterator[Any]:
 
 
 class _Rewriter(upstream.ASTTransformer):
-    def visit_For(self, node: ast.For) -> ast.For:  # noqa: N802 (ast's name)
-        self.generic_visit(node)
+    """Upstream's, of statements only, with loops of tensors."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for each in (*getattr(node, "body", ()), *getattr(node, "orelse", ())):
+            self.visit(each)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 (ast's name)
+        call: Any = super().visit_Assign(node).value
+        for new in (call, call.func, call.func.value, call.args[1]):
+            ast.copy_location(new, node)
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:  # noqa: N802 (ast's name)
         call = node.iter
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("range", "tl.range"):
-            call.func = ast.Name("tensor_range", ast.Load())
+            call.func = ast.copy_location(ast.Name("tensor_range", ast.Load()), call)
             call.keywords = []  # num_stages and the like
-        return node
+        return self.generic_visit(node)
 
 
 def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
     if _state.patched:
-        return self.rewrite()(*args, **kwargs)
+        return (self.rewritten_fn.get(self.fn) or self.rewrite())(*args, **kwargs)
     return _upstream["__call__"](self, *args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,20 @@ NUMPY = {id(tl.int1): np.bool_, id(tl.int32): np.int32, id(tl.int64): np.int64}
 _BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
 
 
-def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
-    """A tensor of numbers that fit. ``stored``: what its handle says of them, if not ``kind``."""
-    handle, tensor = object.__new__(TensorHandle), object.__new__(tl.core.tensor)
-    handle.data, handle.dtype, handle.attr = data, stored or kind, {}
+def _tensor_of(handle: TensorHandle, kind: Any, shape: Shape) -> Any:
+    """A tensor around a handle as it is."""
+    tensor = object.__new__(tl.core.tensor)
     tensor.handle, tensor.dtype = handle, kind
     tensor.type = kind if shape is SCALAR else shape.block(kind)
     tensor.numel, tensor.shape = shape.constexpr_numel, shape.of_tensor
     return tensor
+
+
+def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
+    """A tensor of numbers that fit. ``stored``: what its handle says of them, if not ``kind``."""
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, stored or kind, {}
+    return _tensor_of(handle, kind, shape)
 
 
 def number_of(operand: Any) -> int | None:
@@ -47,6 +54,17 @@ def number_of(operand: Any) -> int | None:
     if type(operand) is tl.constexpr:
         operand = operand.value
     return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
+
+
+@cache
+def _array_of(number: int, wide: bool) -> Any:
+    """As numpy would make it for every operation."""
+    return np.array(number, np.int64 if wide else np.int32)
+
+
+@cache
+def _bytes_of(number: int) -> Any:
+    return np.array(number & _BITS64, np.uint64)
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -82,6 +100,7 @@ def _binary(
             number = number_of(right)
             if number is None or id(kind) not in INTEGERS:
                 return slow(left, right)
+            number = _array_of(number, kind is tl.int64)
         data = ufunc(number, mine.data) if swapped else ufunc(mine.data, number)
         return wrapped(data, tl.int1, shape, kind) if compares else wrapped(data, kind, shape)
 
@@ -117,12 +136,12 @@ def _add(slow: Operator) -> Operator:
         shape = shape_of(left)
         number = number_of(right)
         if number is not None:
-            return wrapped(left.handle.data + np.uint64(width * number & _BITS64), kind, shape)
+            return wrapped(left.handle.data + _bytes_of(width * number), kind, shape)
         if type(right) is tl.core.tensor and id(right.dtype) in INTEGERS:
             shape = shape.beside(shape_of(right))
             if shape is not None:
                 return wrapped(
-                    left.handle.data + np.uint64(width) * right.handle.data.astype(np.uint64),
+                    left.handle.data + _bytes_of(width) * right.handle.data.astype(np.uint64),
                     kind,
                     shape,
                 )
@@ -162,6 +181,94 @@ def _index(slow: Operator) -> Operator:
     return index
 
 
+def _is_plain_access(pointer: Any, mask: Any, *options: Any) -> bool:
+    """Of numbers (truths are stored as bytes), with a mask of the same shape if any."""
+    kind = pointer.dtype
+    return (
+        type(kind) is tl.pointer_type
+        and type(kind.element_ty) is tl.dtype
+        and kind.element_ty is not tl.int1
+        and not kind.const
+        and not any(options)
+        and (mask is None or (mask.dtype is tl.int1 and mask.shape is pointer.shape))
+    )
+
+
+def _load(slow: Operator) -> Operator:
+    def load(
+        semantic: Any, pointer: Any, mask: Any, other: Any, bounds: Any, padding: Any, cache: Any,
+        eviction: Any, volatile: Any,
+    ) -> Any:  # fmt: skip
+        if _is_plain_access(pointer, mask, bounds, padding, cache, eviction):
+            kind, shape, build = pointer.dtype.element_ty, shape_of(pointer), semantic.builder
+            if mask is None and other is None:
+                return _tensor_of(
+                    build.create_load(pointer.handle, cache, eviction, volatile), kind, shape
+                )
+            if mask is not None and (rest := _rest(other, kind, pointer)) is not None:
+                handle = build.create_masked_load(
+                    pointer.handle, mask.handle, rest, cache, eviction, volatile
+                )
+                return _tensor_of(handle, kind, shape)
+        return slow(semantic, pointer, mask, other, bounds, padding, cache, eviction, volatile)
+
+    return load
+
+
+def _rest(other: Any, kind: Any, pointer: Any) -> TensorHandle | None:
+    """What lanes have that load nothing; None if it must be cast."""
+    if other is None or id(kind) not in INTEGERS or id(other.dtype) not in INTEGERS:
+        return None
+    if other.dtype is kind and other.shape is pointer.shape:
+        return other.handle
+    if shape_of(other) is not SCALAR or (kind is tl.int32 and other.dtype is tl.int64):
+        return None
+    return TensorHandle(
+        np.full(pointer.handle.data.shape, other.handle.data, NUMPY[id(kind)]), kind
+    )
+
+
+def _store(slow: Operator) -> Operator:
+    def store(
+        semantic: Any, pointer: Any, value: Any, mask: Any, bounds: Any, cache: Any, eviction: Any
+    ) -> Any:
+        if (
+            _is_plain_access(pointer, mask, bounds, cache, eviction)
+            and value.dtype is pointer.dtype.element_ty
+            and value.shape is pointer.shape
+        ):
+            build, where = semantic.builder, pointer.handle
+            if mask is None:
+                done = build.create_store(where, value.handle, cache, eviction)
+            else:
+                done = build.create_masked_store(where, value.handle, mask.handle, cache, eviction)
+            return semantic.tensor(done, tl.void)
+        return slow(semantic, pointer, value, mask, bounds, cache, eviction)
+
+    return store
+
+
+def _where(slow: Operator) -> Operator:
+    def where(semantic: Any, condition: Any, left: Any, right: Any) -> Any:
+        tensors = [each for each in (left, right) if type(each) is tl.core.tensor]
+        kind = tensors[0].dtype if tensors else None
+        if condition.dtype is not tl.int1 or id(kind) not in PLAIN:
+            return slow(semantic, condition, left, right)
+        shape, values = shape_of(condition), list[Any]()
+        for each in (left, right):
+            number = None if type(each) is tl.core.tensor else number_of(each)
+            if number is not None and id(kind) in INTEGERS:
+                values.append(_array_of(number, kind is tl.int64))
+            elif type(each) is tl.core.tensor and each.dtype is kind:
+                shape = shape and shape.beside(shape_of(each))
+                values.append(each.handle.data)
+        if shape is None or len(values) < 2:
+            return slow(semantic, condition, left, right)
+        return wrapped(np.where(condition.handle.data, *values), kind, shape)
+
+    return where
+
+
 OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__add__": _add,
     "__radd__": lambda slow: _binary(np.add, slow, INTEGERS, swapped=True),
@@ -185,6 +292,14 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
 }
 
 
+CALLS: dict[str, Callable[[Operator], Operator]] = {
+    "load": _load,
+    "store": _store,
+    "where": _where,
+}
+"""What functions of the language ask of its semantic."""
+
+
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """As upstream's, with one semantic for all, without copies of arguments, and with operators of
     tensors in front of the long way.
@@ -201,3 +316,5 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the operators in place, by ``replace(owner, name, value)``."""
     replace(upstream, "_patch_builtin", _patch_builtin)
+    for name, shortened in CALLS.items():
+        replace(TritonSemantic, name, shortened(getattr(TritonSemantic, name)))

@@ -90,6 +90,11 @@ class Member:
         self._seen += len(data)
         return data.decode(errors="replace")
 
+    def signal(self, number: int) -> None:
+        """Send the worker a signal, unless it has gone."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid or 0, number)
+
     def terminate(self) -> None:
         """Have the worker print the stacks of its threads and end."""
         self._process.terminate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import signal
 import sys
 import time
 from multiprocessing.connection import wait
@@ -14,6 +15,7 @@ from tokenyard.launch import local_store
 from tokenyard.testing.failure import is_fine, judge
 from tokenyard.testing.job import Ending, Job, Outcome
 from tokenyard.testing.member import Member
+from tokenyard.testing.worker import CAN_REST
 
 START_TIMEOUT = 1200.0
 """Seconds for a worker to start and to join its group."""
@@ -35,6 +37,8 @@ class Pool:
     def __init__(self, world_size: int, device: str, port: int, name: str) -> None:
         self.members = [Member(rank, world_size, device, port, name) for rank in range(world_size)]
         self._usual = 0
+        # NCCL's watchdogs would take a long rest for a hang
+        self._can_rest = CAN_REST and device == "cpu"
         try:
             self._join()
         except BaseException:
@@ -87,6 +91,17 @@ class Pool:
             member.terminate()
         return outcomes | {member.rank: member.stuck(overdue) for member in waiting}
 
+    def rest(self) -> None:
+        """Until :meth:`wake` workers cost nothing: gloo has threads that poll 100 times a
+        second.
+        """
+        for member in self.members if self._can_rest else ():
+            member.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        for member in self.members if self._can_rest else ():
+            member.signal(signal.SIGCONT)
+
     def kill(self) -> None:
         for member in self.members:
             member.kill()
@@ -122,6 +137,7 @@ class Pools:
         finally:
             if endings in ({Ending.PASSED}, {Ending.SKIPPED}) and not pool.crowded:
                 self._pools[device, world_size] = pool
+                pool.rest()
             else:
                 pool.kill()
         judge(outcomes, may_die)
@@ -134,6 +150,7 @@ class Pools:
     def _take(self, world_size: int, device: str) -> Pool:
         pool = self._pools.pop((device, world_size), None)
         if pool is not None and pool.alive:
+            pool.wake()
             return pool
         if pool is not None:
             print("a worker died between two tests; its pool starts anew", file=sys.stderr)

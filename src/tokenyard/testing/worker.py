@@ -4,6 +4,7 @@ other.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import inspect
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from io import TextIOWrapper
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from traceback import TracebackException
@@ -30,6 +32,10 @@ from tokenyard.testing.modules import find_body
 
 READY = b"ready"
 
+CAN_REST = sys.platform == "linux"
+"""Whether workers may be stopped between bodies."""
+_PR_SET_PDEATHSIG = 1
+
 
 def serve(
     rank: int,
@@ -45,9 +51,11 @@ def serve(
     closes.
 
     The process gets a session of its own, prints into the file of ``output``, and has
-    ``environment`` instead of that of the fork server. SIGTERM prints the stacks of all threads and
-    then ends it.
+    ``environment`` instead of that of the fork server, with which it ends. SIGTERM prints the
+    stacks of all threads and then ends it.
     """
+    if CAN_REST:
+        _end_with_server()
     gc.freeze()  # what the fork server has imported stays: bodies may collect garbage often
     os.setsid()
     for stream in (sys.stdout, sys.stderr):
@@ -70,6 +78,16 @@ def serve(
             sys.stdout.flush()
             sys.stderr.flush()
             pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _end_with_server() -> None:
+    """Also while this process is stopped and sees no pipe close. The server ends when all have
+    closed a pipe of which multiprocessing gives its forks the writing end too.
+    """
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:

@@ -102,11 +102,9 @@ class _Hooks:
             values = bits.astype(bool) if dtype == np.bool_ else bits.view(dtype)
             if lanes is _ALL:
                 return self._noted(TensorHandle(values.reshape(shape), element), addresses, lanes)
-        out = (
-            np.zeros(shape, dtype)
-            if other is None
-            else np.array(np.broadcast_to(other.data, shape), dtype)
-        )
+        out = np.zeros(shape, dtype)
+        if other is not None:
+            out[...] = other.data
         if addresses.size:
             out.reshape(-1)[lanes] = values
         return self._noted(TensorHandle(out, element), addresses, lanes)
@@ -221,8 +219,8 @@ def _lanes(ptrs: np.ndarray, mask: Any) -> tuple[np.ndarray, Any]:
     flat = np.ascontiguousarray(ptrs).reshape(-1)
     if mask is None:
         return flat, _ALL
-    wanted = np.asarray(mask.data)
-    if wanted.all():
+    wanted = np.asarray(mask.data, bool)
+    if b"\0" not in wanted.tobytes():
         return flat, _ALL
     if wanted.size == 1:
         return flat[:0], slice(0, 0)

@@ -119,7 +119,7 @@ class Machine:
     @property
     def version(self) -> int:
         """Changes whenever something happened that somebody could wait for."""
-        return self.memory.now + self._events + sum(count() for count in self.counters)
+        return sum([count() for count in self.counters], self.memory.now + self._events)
 
     def happened(self) -> None:
         """Something happened that somebody could wait for."""
@@ -285,7 +285,7 @@ class Machine:
         memory.before_atomic(p, where, size)
         before = gather(addresses, size)
         result = act()
-        changed = bool((gather(addresses, size) != before).any())
+        changed = gather(addresses, size).tobytes() != before.tobytes()
         if changed:
             p.advances()
             self.happened()

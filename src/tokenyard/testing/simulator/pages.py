@@ -173,7 +173,7 @@ class ByteMap(dict[int, Page]):
         kind = UNSIGNED[size]
         for number, _, cells in where:
             mine = self.get(number)
-            if mine is None or not (have := mine.have.view(kind)[cells]).any():
+            if mine is None or b"\xff" not in (have := mine.have.view(kind)[cells]).tobytes():
                 continue
             page = into[number]
             old, data = page.data.view(kind), mine.data.view(kind)

@@ -213,7 +213,7 @@ class WeakMemory:
                 if bundle.writer is p or bundle.number <= p.rank_view or not hides:
                     values[:] = newer
                 else:
-                    stale = stale or bool((newer != values).any())
+                    stale = stale or newer.tobytes() != values.tobytes()
         for stores in (p.fenced, p.fresh):
             if stores:
                 stores.over(where, values)
@@ -369,7 +369,7 @@ class WeakMemory:
             part = slice(middle, None) if first < 0.25 else slice(0, middle)
         else:
             part = slice(0, None)
-        differs = bool((older[part] != values[part]).any())
+        differs = older[part].tobytes() != values[part].tobytes()
         values[part] = older[part]
         return differs
 
