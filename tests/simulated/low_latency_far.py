@@ -208,7 +208,7 @@ class Example(Case):
     @cached_property
     def picks(self) -> list[tuple[Tensor, Tensor]]:
         ids = torch.tensor([[1], [0], [1], [1]])
-        return [(ids[:n], torch.ones(n, 1)) for n in (4, 0)]
+        return [(ids[:n].clone(), torch.ones(n, 1)) for n in (4, 0)]
 
 
 def example(seed: int) -> None:
