@@ -384,7 +384,7 @@ def keep_for(tensors: Any, stream: Any) -> None:
             tensors.record_stream(stream)
             block: Any = getattr(tensors.untyped_storage(), "tokenyard_block", None)
             if block is not None:  # a ``memory.heap.Block``
-                block.streams.append(stream)
+                block.keep_for(stream)
     elif isinstance(tensors, (tuple, list)):
         for part in tensors:  # pyright: ignore[reportUnknownVariableType]
             keep_for(part, stream)

@@ -48,9 +48,10 @@ class Stats:
             this rank began to wait; of rows and room the mean of all programs or channels.
             Forwarders and reducers of engines with rings note nothing. `tokenyard doctor --waits`
             says more.
-        in_heap, through_rings: fresh exact ``FLAT`` dispatches of engine nvlink whose rows peers
-            wrote where the result is, in the heap; and those that went through rings, as some rank
-            had no room there.
+        in_heap, through_rings: large fresh exact ``FLAT`` dispatches of engine nvlink whose rows
+            peers wrote where the result is, in the heap; and those that went through rings: some
+            rank had no room there (for good, once ``record_stream`` has kept a dead result from
+            it), or could not tell how many rows would come.
     """
 
     rank: int

@@ -90,11 +90,27 @@ def test_other_streams_hold_a_block_until_they_have_passed() -> None:
     block = heap.take(1)
     assert block is not None
     held: Any = block[1:].untyped_storage()
-    held.tokenyard_block.streams.append(stream)
+    held.tokenyard_block.keep_for(stream)
+    held.tokenyard_block.keep_for(stream)
     del block, held
     assert heap.take(1) is None
     stream.event.passed = True
     assert heap.take(1) is not None
+
+
+def test_a_late_notice_frees_no_other_block() -> None:
+    """Memory is freed, and taken again, before Python's own object dies."""
+    heap = heap_of(2)
+    first = heap.take(1)
+    assert first is not None
+    late: Any = first.untyped_storage()
+    block = late.tokenyard_block
+    heap.give_back(0, 0, [])
+    second = heap.take(1)
+    assert place(heap, second) == 0
+    del first, late, block
+    gc.collect()
+    assert [place(heap, heap.take(each)) for each in (2 * ALIGNMENT, 1)] == [-1, 1]
 
 
 def test_any_thread_may_drop_a_block() -> None:

@@ -34,4 +34,4 @@ def heap_bytes(buffer_bytes: int, config: Config) -> int:
     row_bytes = config.hidden * 2 + 4 * (4 + 2 * config.num_topk)  # BF16, and metadata
     rows = config.padded_rows + config.padded_rows // 8 + 64  # what is guessed, and rounded up
     needed = 2 * rows * row_bytes + (4 << 20)
-    return min(HEAP_SHARE * buffer_bytes, needed) // 512 * 512
+    return min(HEAP_SHARE * buffer_bytes, needed) // (2 << 20) * (2 << 20)  # as memory is mapped

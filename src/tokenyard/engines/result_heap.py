@@ -62,14 +62,19 @@ class ResultHeap:
 
     def prepare(self, signature: Signature) -> None:
         """Make the heap behind a call that :meth:`holds`, unless it is there. Collective."""
-        if self._heap is not None or not self._is_large(signature):
+        if self._heap is not None or not self._is_large(signature) or self._wanted < self.least:
             return
         try:
-            self._heap = self._workspace.memory.heap(self._wanted)
+            heap = self._workspace.memory.heap(self._wanted)
         except PeerTimeout as lost:
             raise self._monitor.attributed(lost) from None
         except RuntimeError:  # on all ranks: one is short of memory, or its torch is too old
             self._wanted = 0
+            return
+        if heap.take(self._wanted // 2) is None:  # the allocator's settings forbid it here
+            self._wanted = 0
+        else:
+            self._heap = heap
 
     def take(self, signature: Signature, room: int) -> Tensor | None:
         """A block for ``room`` rows; None: there is none, or no number of rows."""
@@ -78,6 +83,10 @@ class ResultHeap:
         if room > signature.most_rows or not self._is_large(signature):
             return None  # before rows there is room for no more
         return self._heap.take(_before_rows(signature) + room * signature.sent.payload_bytes)
+
+    def counts(self, signature: Signature) -> bool:
+        """Whether statistics tell where the result of such a call was."""
+        return self.holds(signature) and self._is_large(signature)
 
     def _is_large(self, signature: Signature) -> bool:
         """The same on all ranks."""

@@ -255,7 +255,7 @@ class RingEngine(PeerEngine):
             num_rows = num_result_rows(signature.spec, self.config, experts.tolist(), came)
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
         done = self._finish(*moved, known, signature)
-        if self._heap.holds(signature):
+        if self._heap.counts(signature):
             self.stats.count_result(in_heap)
             self._heap.prepare(signature)
         return done

@@ -133,24 +133,25 @@ class CudaMemory(DeviceMemory):
         """
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):
-            pool = self._meeting.attempt("making a memory pool", self._pool)
-            with torch.cuda.use_mem_pool(pool):
-                local = self._meeting.attempt(
-                    f"allocating {num_bytes} bytes of symmetric memory in a pool",
-                    partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device),
-                )
-            pointers = self._pointers(local)
+            pool, local = self._meeting.attempt(
+                f"allocating {num_bytes} bytes of symmetric memory in a pool",
+                partial(self._pool, num_bytes),
+            )
+            pointers = self._meeting.attempt("mapping a heap", partial(self._pointers, local))
             addresses = torch.tensor(pointers, dtype=torch.int64, device=self.device)
             return PoolHeap(local.data_ptr(), num_bytes, addresses, pool)
 
-    def _pool(self) -> Any:
-        """A pool of this rank's symmetric memory, or of any if it is alone."""
-        if len(self._members) == 1:
-            return torch.cuda.MemPool()
-        get: Any = getattr(_symmetric(), "get_mempool_allocator", None)
-        if get is None:
-            raise RuntimeError("this torch has no pools of symmetric memory")
-        return torch.cuda.MemPool(get(self.device))
+    def _pool(self, num_bytes: int) -> tuple[Any, Tensor]:
+        """A pool of symmetric memory, or of any if this rank is alone, and all that is in it."""
+        allocator = None
+        if len(self._members) > 1:
+            get: Any = getattr(_symmetric(), "get_mempool_allocator", None)
+            if get is None:
+                raise RuntimeError("this torch has no pools of symmetric memory")
+            allocator = get(self.device)
+        pool = torch.cuda.MemPool(allocator)
+        with torch.cuda.use_mem_pool(pool):
+            return pool, torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
         """This rank's part and where every rank's part is."""

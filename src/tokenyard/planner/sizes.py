@@ -44,8 +44,8 @@ class Sizes:
             whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
-            headers and node headers, which grow with the square of ranks; and its heap. What calls
-            in place need comes on top.
+            headers and node headers, which grow with the square of ranks; and the heap that it
+            makes later. What calls in place need comes on top.
     """
 
     channels: int

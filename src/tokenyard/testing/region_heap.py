@@ -16,7 +16,7 @@ POISON = 0xFF
 
 class RegionHeap(Heap):
     """Blocks of ``region``. Of streams that use a block beside the heap's, only those count that
-    ``Block.streams`` names."""
+    ``Block.keep_for`` names."""
 
     def __init__(self, region: Region) -> None:
         super().__init__(region.local.data_ptr(), region.local.numel(), region.addresses)
