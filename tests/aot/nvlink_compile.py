@@ -157,8 +157,7 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
     config, tuning, make = chosen.config, chosen.tuning, chosen.engine
     failures = FailureReports(dist.HashStore(), 0, 1.0)
     given = config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures
-    engine, heaped = make(*given), make(*given, heap_bytes=8 << 20)
-    heaped._heap.least = 0
+    engine = make(*given)
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
     fp8 = Payload(cast.data, cast.scales)
@@ -186,10 +185,6 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
                 label(name, "cached", what)
                 engine.redispatch(CachedArguments(payload, plan, spec, mode=mode))
                 if layout is Layout.FLAT and exact:
-                    label(name, "fresh in a heap", what)
-                    for _ in range(2 * (payload is plain and mode is None)):
-                        # the first one makes the heap
-                        heaped.dispatch(DispatchArguments(payload, idx, weights, spec, mode))
                     label(name, "fresh in place", what)
                     _, plan, _ = engine.dispatch(
                         DispatchArguments(payload, idx, weights, spec, mode, in_place=True)
@@ -228,7 +223,14 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
             else:
                 label(name, "back weighted")
                 engine.combine(CombineArguments(rows, plan, spec, weights=torch.empty(1)))
-    pushing = make(config, memory, engine.stats, tuning, DEFAULT_BUFFER_BYTES, failures, 1 << 20)
+    heaped = make(*given, heap_bytes=8 << 20)
+    heaped._heap.least = 0
+    label("FLAT exact fresh in a heap bf16")
+    for _ in range(2):  # the first one makes the heap
+        heaped.dispatch(
+            DispatchArguments(plain, idx, weights, Spec(layout=Layout.FLAT, exact=True), None)
+        )
+    pushing = make(*given, 1 << 20)
     for layout in (Layout.EXPERT_MAJOR,) if few else Layout:
         spec = Spec(layout=layout, exact=True)
         _, plan, _ = pushing.dispatch(DispatchArguments(plain, idx, weights, spec, None))

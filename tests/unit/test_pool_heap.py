@@ -15,7 +15,7 @@ import torch
 
 from tokenyard.memory import heap as heaps
 from tokenyard.memory.heap import PoolHeap
-from tokenyard.memory.symmetric import Region
+from tokenyard.memory.symmetric import Region, storage_over
 from tokenyard.testing.region_heap import RegionHeap
 
 MIB = 1 << 20
@@ -51,8 +51,7 @@ class Allocator:
         start, gap = self.places._gap(size)
         if self.elsewhere or not gap:
             return self._real(size, **options)
-        make: Any = torch._C._construct_storage_from_data_pointer
-        storage = make(self.places.begin + start, self.segment.device, size)
+        storage = storage_over(self.places.begin + start, size, self.segment.device)
         return self._real(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
 
 

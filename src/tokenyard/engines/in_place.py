@@ -23,7 +23,7 @@ from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result
 from tokenyard.kernels.two_direct import bind_two_direct
 from tokenyard.kernels.two_pull import bind_two_pull, pull_rows
-from tokenyard.memory.symmetric import Region
+from tokenyard.memory.symmetric import Region, storage_over
 from tokenyard.rows import Payload, overlap, padded
 
 _PART = 256
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(row_layout: RowLayout, num_rows: int) -> Parts:
-    """Where rows, scales and meta of ``num_rows`` rows stand, as ``kernels/direct.py`` has it."""
+    """Where rows, scales and meta of ``num_rows`` rows stand."""
     at = [0]
     for row_bytes in (
         row_layout.words * row_layout.bits // 8,
@@ -251,8 +251,7 @@ class InPlaceBuffers:
         buffer = self._buffer.regions[-1]
         device = buffer.local.device
         num_bytes = shape[0] * shape[1] * dtype.itemsize
-        make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-        storage: Any = make(buffer.local.data_ptr() + at, device, num_bytes)
+        storage = storage_over(buffer.local.data_ptr() + at, num_bytes, device)
         storage.memory = buffer.local  # lives as long as a tensor over it may be used
         self._given.append(storage)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, (shape[1], 1))  # pyright: ignore

@@ -74,7 +74,7 @@ class PeerEngine(Engine):
         parts = (self._workspace, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
-        self._heap = ResultHeap(config, *parts, heap_bytes)
+        self._heap = ResultHeap(*parts, heap_bytes)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._casts: dict[tuple[Any, ...], Launch] = {}

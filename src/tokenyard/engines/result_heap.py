@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenyard.config import Config
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
 from tokenyard.engines.outputs import CallPlan, Counted, result_of, sent_of
 from tokenyard.engines.signatures import Signature
@@ -40,10 +39,8 @@ class ResultHeap:
 
     least = LEAST_BYTES
 
-    def __init__(
-        self, config: Config, workspace: PeerWorkspace, monitor: StatusMonitor, num_bytes: int
-    ) -> None:
-        self._config, self._workspace, self._monitor = config, workspace, monitor
+    def __init__(self, workspace: PeerWorkspace, monitor: StatusMonitor, num_bytes: int) -> None:
+        self._workspace, self._monitor = workspace, monitor
         self._wanted, self._heap = num_bytes, None
 
     @property
@@ -78,10 +75,9 @@ class ResultHeap:
 
     def take(self, signature: Signature, room: int) -> Tensor | None:
         """A block for ``room`` rows; None: there is none, or no number of rows."""
-        if self._heap is None or not room or not self.holds(signature):
+        most = signature.most_rows  # before rows there is room for no more
+        if self._heap is None or not 0 < room <= most or not self.counts(signature):
             return None
-        if room > signature.most_rows or not self._is_large(signature):
-            return None  # before rows there is room for no more
         return self._heap.take(_before_rows(signature) + room * signature.sent.payload_bytes)
 
     def counts(self, signature: Signature) -> bool:

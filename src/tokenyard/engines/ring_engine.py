@@ -295,9 +295,10 @@ class RingEngine(PeerEngine):
         if block is not None and signature.in_heap:
             out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
             return out, plan, arrived
-        out = _result(payload, signature, num_rows, zeros=False)
-        if block is not None:
-            out = out._replace(x=self._heap.rows_in(block, signature, num_rows))
+        if block is None:
+            out = _result(payload, signature, num_rows, zeros=False)
+        else:
+            out = Payload(self._heap.rows_in(block, signature, num_rows), None)
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.width, by_expert=signature.experts, padding=signature.padding, fresh=True,

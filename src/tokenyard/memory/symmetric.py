@@ -27,6 +27,12 @@ class Region(NamedTuple):
     addresses: Tensor
 
 
+def storage_over(address: int, num_bytes: int, device: torch.device) -> Any:
+    """A torch storage over memory that is there, which it neither frees nor keeps alive."""
+    make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
+    return make(address, device, num_bytes)
+
+
 class SymmetricMemory(Protocol):
     """Memory that all ranks of one object share, and the machine of its kernels; one per rank."""
 

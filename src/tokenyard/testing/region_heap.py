@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tokenyard.memory.heap import Heap
-from tokenyard.memory.symmetric import Region
+from tokenyard.memory.symmetric import Region, storage_over
 
 POISON = 0xFF
 """Each byte of a block that is taken where fresh memory is ``poisoned``: NaN."""
@@ -23,8 +21,7 @@ class RegionHeap(Heap):
         self._local = region.local
 
     def _make(self, start: int, size: int) -> Tensor:
-        make: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-        storage: Any = make(self.begin + start, self._local.device, size)
+        storage = storage_over(self.begin + start, size, self._local.device)
         block = torch.empty(0, dtype=torch.uint8, device=self._local.device)
         block.set_(storage, 0, (size,), (1,))  # pyright: ignore
         return block.fill_(POISON) if torch.get_deterministic_debug_mode() else block
