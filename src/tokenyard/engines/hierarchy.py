@@ -85,14 +85,16 @@ class Hierarchy:
         each, most = self.grid.ranks_per_node, self.config.max_tokens_per_rank
         if self._rows.counts_on_host:
             sends, split, stride = host_ints(hits.sum(0)), hits, self._room
-        else:
+            came = torch.tensor(sources, device=hits.device)
+        else:  # all rooms are full; into a CUDA graph the host can copy no numbers
+            came = torch.full((len(sources),), most, device=hits.device)
             node = torch.arange(self.grid.num_nodes, device=hits.device)
             from_node = node.repeat_interleave(most).unsqueeze(1) == node
             split = (hits.unsqueeze(2) & from_node.unsqueeze(1)).flatten(1)
             sends, stride = [self._room] * each, most
         order, joins = send_order_static(split, stride), return_places(split, stride, self.width)
         spans = self._spans(sends, sources, self._room)
-        return Hop(spans, order, joins, self._arrange_static(sources, hits.device))
+        return Hop(spans, order, joins, self._arrange_static(came))
 
     def _hits(self, topk_idx: Tensor) -> Tensor:
         """To which ranks of this node each relayed row goes: bool ``[Q, ranks per node]``."""
@@ -117,12 +119,14 @@ class Hierarchy:
         rows = torch.arange(num_rows, device=device)
         return shift.repeat_interleave(ordered, output_size=num_rows) + rows
 
-    def _arrange_static(self, sources: list[int], device: torch.device) -> Tensor:
-        """The same with nodes * M places per relaying rank: those in use, then the others."""
+    def _arrange_static(self, came: Tensor) -> Tensor:
+        """The same with nodes * M places per relaying rank: those in use, then the others.
+        ``came [R]``: rows from each rank."""
         nodes, each = self.grid.num_nodes, self.grid.ranks_per_node
-        most = self.config.max_tokens_per_rank
-        used = torch.tensor(sources, device=device).view(nodes, each, 1)
-        node, local, row = (torch.arange(count, device=device) for count in (nodes, each, most))
+        most, used = self.config.max_tokens_per_rank, came.view(nodes, each, 1)
+        node, local, row = (
+            torch.arange(count, device=came.device) for count in (nodes, each, most)
+        )
         begin = used.cumsum(0) - used
         unused = used.sum(0) + (node * most).view(-1, 1, 1) - begin + row - used
         return (
