@@ -249,7 +249,7 @@ else
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
-    for range((TASKS + k.grid.workers - 1) // k.grid.workers)
+    for range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders))
       _turn(peers)
       if place == 0
         flush_signals(state)

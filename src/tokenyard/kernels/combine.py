@@ -64,6 +64,14 @@ class Partials(NamedTuple):
     picks: Any
 
 
+class ResultRows(NamedTuple):
+    """Result rows of some arrival rows, a ``[B]`` for each pick in their order, -1 behind the last,
+    and their weights, if these are multiplied before sums."""
+
+    index: Any
+    weight: Any
+
+
 class Sums(NamedTuple):
     """Addresses of the terms that a combine adds to its sums, of the sums, and of summed weights.
     0: there is none."""
@@ -85,32 +93,34 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
-def partial_rows(parts, a, here, w, k: tl.constexpr):
-    """Channels ``w [BLOCK]`` of the sums of the result rows of arrival rows ``a [B]``, rounded to
-    the wire dtype. ``k``, also below: any struct with the fields that are read."""
-    H: tl.constexpr = k.row.hidden
-    J: tl.constexpr = k.slots_per_row
-    rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
-    if k.by_expert:
-        j = tl.arange(0, triton.next_power_of_2(J if J > 0 else 1))  # 0: a rank without experts
-        at = words(parts.slots) + a.to(tl.int64)[:, None] * J + j[None, :]
-        slot = tl.load(at, mask=here[:, None] & (j < J)[None, :], other=-1)
+def result_rows(parts, a, here, k: tl.constexpr):
+    """The result rows of arrival rows ``a [B]``, those ``here``. ``k``, also below: any struct with
+    the fields that are read."""
+    index, weight = (), ()
+    slots = words(parts.slots) + a.to(tl.int64) * k.slots_per_row
+    for j in tl.static_range(k.slots_per_row):
+        row = tl.load(slots + j, mask=here, other=-1)
+        index += (row,)
         if k.weighted:
-            weight = tl.load(floats(parts.weights) + slot, mask=slot >= 0, other=0.0)
-        total = tl.zeros((a.shape[0], w.shape[0]), tl.float32)
-        for i in tl.static_range(J):  # unrolled, so that all rows are on their way at once
-            one = (j == i)[None, :]
-            row = tl.sum(tl.where(one, slot, 0), axis=1)
-            mask = (row >= 0)[:, None] & (w < H)[None, :]
-            v = tl.load(rows + row[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
-            if k.weighted:
-                v = v * tl.sum(tl.where(one, weight, 0.0), axis=1)[:, None]
-            total = total + tl.where(mask, v, 0.0)
-        return total.to(k.dtype)
-    else:
-        mask = here[:, None] & (w < H)[None, :]
-        at = rows + a.to(tl.int64)[:, None] * H + w[None, :]
-        return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            weight += (tl.load(floats(parts.weights) + row, mask=row >= 0, other=0.0),)
+    return ResultRows(index=index, weight=weight)
+
+
+@triton.jit
+def partial_rows(parts, each, J: tl.constexpr, B: tl.constexpr, w, k: tl.constexpr):
+    """Channels ``w [BLOCK]`` of the sums of the result rows of ``each`` of B arrival rows, which
+    have J at most, rounded to the wire dtype."""
+    H: tl.constexpr = k.row.hidden
+    rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
+    total = tl.zeros((B, w.shape[0]), tl.float32)
+    for j in tl.static_range(J):  # unrolled: all are on their way at once
+        row = each.index[j]
+        mask = (row >= 0)[:, None] & (w < H)[None, :]
+        v = tl.load(rows + row[:, None] * H + w[None, :], mask=mask, other=0.0).to(tl.float32)
+        if k.weighted:
+            v = v * each.weight[j][:, None]
+        total = total + v
+    return total.to(k.dtype)
 
 
 @triton.jit
@@ -139,11 +149,17 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
         at = ring + ((i - chunk.low) % Q).to(tl.int64) * SLOT
         for k0 in range(0, H, BLOCK):
             w = k0 + tl.arange(0, BLOCK)
-            v = partial_rows(parts, chunk.first + i, here, w, k)
+            mask = here[:, None] & (w < H)[None, :]
+            if k.by_expert:
+                each = result_rows(parts, chunk.first + i, here, k)
+                v = partial_rows(parts, each, k.slots_per_row, k.tiles.rows_sent, w, k)
+            else:
+                rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
+                rows = rows + (chunk.first + i).to(tl.int64)[:, None] * H + w[None, :]
+                v = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
             to = tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
             slot = ((i - chunk.low) % Q).to(tl.int64)[:, None]
             to = to + slot * (SLOT * 8 // k.dtype.primitive_bitwidth)
-            mask = here[:, None] & (w < H)[None, :]
             tl.store(to + w[None, :], v, mask=mask, cache_modifier=".cs")
         if K:
             pick = tl.arange(0, triton.next_power_of_2(K))
@@ -174,6 +190,16 @@ def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, plac
         return Tiles(1, block, 1, block)
     sent, summed = min(whole, send.block), min(whole, reduce.block)
     return Tiles(send.rows_of(sent, chunk), sent, reduce.rows_of(summed, most), summed)
+
+
+def rounds_of(
+    config: Any, whole: int, rows: int, item_bytes: int, channel_bytes: int, shared: int
+) -> tuple[int, int]:
+    """Of ``rows``, each the sum of several: channels of each in a round of loads, and rounds under
+    way at once. A lane has 16 bytes of one row. ``item_bytes``: of a channel; ``channel_bytes``:
+    loaded for one. ``shared``: bytes for rounds on their way."""
+    block = min(whole, 512 // item_bytes * config.num_warps // rows)
+    return block, config.stages_for(rows * block * channel_bytes, shared)
 
 
 def combine_rows(

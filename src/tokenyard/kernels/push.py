@@ -43,11 +43,12 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
-from tokenyard.kernels.combine import Partials, Sums, store_sums, types_of
+from tokenyard.kernels.combine import (
+    Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, load_rows
 from tokenyard.kernels.place import floats
-from tokenyard.kernels.push_sums import result_rows, rounds_of, sums_of_rows
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
 )  # fmt: skip
@@ -117,7 +118,7 @@ def _store_chunk(parts, each, to, here, J: tl.constexpr, block: tl.constexpr, k:
     H: tl.constexpr = k.row.hidden
     for k0 in tl.range(0, H, block, num_stages=k.rounds):
         w = k0 + tl.arange(0, block)
-        v = sums_of_rows(parts, each, J, here.shape[0], w, k)
+        v = partial_rows(parts, each, J, here.shape[0], w, k)
         tl.store(to + w[None, :], v, mask=here[:, None] & (w < H)[None, :], cache_modifier=".cs")
 
 
@@ -232,7 +233,7 @@ def _add_span(
     for k0 in tl.range(begin, end, k.block, num_stages=stages):
         w = k0 + tl.arange(0, k.block)
         if k.by_expert:
-            v_own = sums_of_rows(parts, each, J, k.tokens, w, k)
+            v_own = partial_rows(parts, each, J, k.tokens, w, k)
         total = tl.zeros((k.tokens, k.block), tl.float32)
         for d in tl.static_range(k.ranks):
             place = tl.sum(tl.where((r == d)[None, :], places, 0), axis=1)

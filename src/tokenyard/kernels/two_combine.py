@@ -68,7 +68,7 @@ from tokenyard.kernels.two_region import (
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, place_in_round,
-    reports,
+    reports, tasks_of_worker,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
     NodeRows, elements_before, in_network_ring, node_sum,
@@ -296,7 +296,7 @@ def two_combine_kernel(
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            for i in range((TASKS + k.grid.workers - 1) // k.grid.workers):
+            for i in range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders)):
                 place = place_in_round(i, c, TASKS, k)
                 task = dealt(worker, place, k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)

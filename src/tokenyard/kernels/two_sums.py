@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows, store_sums
+from tokenyard.kernels.combine import partial_rows, result_rows, store_sums
 from tokenyard.kernels.payload import load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.two_region import other, ring_at
@@ -73,7 +73,8 @@ def node_sum(parts, rows, w, k: tl.constexpr):
     ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
     if k.by_expert:
         mine_at = tl.sum(tl.where((q == rows.local)[None, :], rows.at, 0), axis=1)
-        v_own = partial_rows(parts, rows.own, mine_at >= 0, w, k)
+        each = result_rows(parts, rows.own, mine_at >= 0, k)
+        v_own = partial_rows(parts, each, k.slots_per_row, k.tiles.rows_summed, w, k)
     total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
     for p in tl.static_range(k.grid.ranks_per_node):
         number = tl.sum(tl.where((q == p)[None, :], rows.at, 0), axis=1)
