@@ -34,6 +34,7 @@ from nvlink_mutations import planted
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.outputs import known_of
 from tokenyard.engines.peer_choice import choose_peer
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.formats import quantize
@@ -65,8 +66,8 @@ MAIN = (
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
-    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|fresh in place|fresh in a heap|back)"
-    r"( bf16)? @24",
+    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|back|fresh in place)( bf16)? @24",
+    r"FLAT exact (fresh|cached) in a heap bf16 @24",
     r"FLAT exact back in place @8",
     r"push_kernel EXPERT_MAJOR pushed back weighted @24",
     r"FLAT exact back in place float32 @132",
@@ -226,10 +227,12 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
     heaped = make(*given, heap_bytes=8 << 20)
     heaped._heap.least = 0
     label("FLAT exact fresh in a heap bf16")
+    spec = Spec(layout=Layout.FLAT, exact=True)
     for _ in range(2):  # the first one makes the heap
-        heaped.dispatch(
-            DispatchArguments(plain, idx, weights, Spec(layout=Layout.FLAT, exact=True), None)
-        )
+        _, plan, _ = heaped.dispatch(DispatchArguments(plain, idx, weights, spec, None))
+    label("FLAT exact cached in a heap bf16")
+    heaped._heap.note(known_of(plan).counts, in_heap=True)
+    heaped.redispatch(CachedArguments(plain, plan, spec, mode=None))
     pushing = make(*given, 1 << 20)
     for layout in (Layout.EXPERT_MAJOR,) if few else Layout:
         spec = Spec(layout=layout, exact=True)

@@ -222,6 +222,10 @@ else
             call_barrier_turn(peers.regions)
 """,  # model_turns.Workers
     ("two_dispatch", "two_dispatch_kernel"): """
+if k.behind_heaps
+  if moved & (pid == 0)
+    announce_call_to_all(regions)
+    count_call(state)
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
@@ -292,6 +296,9 @@ else
           announce_call_to_all(peers.regions)
           tl.store(turn.done)
 """,  # model_turns.Workers
+    ("two_direct", "_tell_block"): """
+tl.store(told)
+""",  # no model: before the announcement, as its tag
     ("two_direct", "two_direct_kernel"): """
 if pid >= 0
   begin_tasks(state)
@@ -303,6 +310,9 @@ if pid >= 0
       _turn(peers)
     flush_signals(state)
   if step < OVER
+    if k.told
+      if pid == 0
+        tl.store(words(state) + IN_HEAPS)
     end_in_place(regions)
 """,  # model_turns.Workers
     ("two_pull", "_combine_turn"): """

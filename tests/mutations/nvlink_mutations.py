@@ -69,6 +69,20 @@ HEAP = {
         rewrite("place_.to(tl.int64) * 256 - 256", "place_.to(tl.int64) * 256 - 512"),
         part="heap",
     ),
+    "told: rows fly whatever others have": mutation(
+        "guess",
+        "two_direct",
+        rewrite("tl.min(places_) > 0", "tl.min(places_) >= 0"),
+        part="told",
+    ),
+    "told: nobody looks whether rows have moved": mutation(
+        "guess",
+        "two_dispatch",
+        rewrite(
+            "tl.load(words(state_) + IN_HEAPS_) != 0", "tl.load(words(state_) + IN_HEAPS_) < 2"
+        ),
+        part="told",
+    ),
 }
 
 _PARITY, _ONE_PARITY = "(call_ % 2).to(tl.int32)", "(call_ * 0).to(tl.int32)"

@@ -286,7 +286,8 @@ def rehearsal(part: str, seed: int) -> Scenario:
     buffer. ``announcements``: calls of one token. ``plans``:
     refusals, so that plan follows plan. ``guesses``: more rows than guessed. ``lines``: rows so
     long that their slots are whole lines, and longer than they. ``heap``: results in a heap, until
-    more rows come than one has room for, and a rank has no block.
+    more rows come than one has room for, and a rank has no block. ``told``: cached ones too, of
+    which the last is too large for a rank's heap.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -294,6 +295,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     cached = replace(base, hidden=24, dtype=torch.float32)
     few = replace(base, hidden=8, routing="local")
     long = replace(base, num_tokens=5, hidden=2056)
+    known = replace(base, routing="dropped", seed=seed)
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
@@ -332,6 +334,10 @@ def rehearsal(part: str, seed: int) -> Scenario:
             Round(replace(base, routing=name, seed=seed), (), base)
             for name in ("uniform", "uniform", "uniform", "one_rank", "uniform")
         ),
+        "told": tuple(
+            Round(known, ("cached",), replace(known, hidden=hidden, dtype=torch.float32))
+            for hidden in (24, 24, 24, 40, 4096)
+        ),
         "guesses": tuple(
             Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")
         ),
@@ -347,7 +353,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
         slots=0,
         rounds=rounds[part],
         receive_bytes=1 << 20 if part == "receives" else 0,
-        heap_bytes=1 << 16 if part == "heap" else 0,
+        heap_bytes=1 << 16 if part in ("heap", "told") else 0,
     )
 
 
@@ -360,6 +366,7 @@ SKEWS = {
     "plans": "rank",
     "guesses": "rank",
     "heap": "rank",
+    "told": "rank",
     "lines": "program",
 }
 """Which hardware shows most in a rehearsal."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from nvlink_cases import FLAT, Round, Scenario, draw, rehearsal
 from nvlink_ranks import MOST_STEPS, RankRun, known
 from tokenyard.engines.signatures import Signature
 from tokenyard.errors import PeerError
+from tokenyard.kernels.sync import IN_HEAPS
 from tokenyard.testing import ROUTINGS, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 
@@ -41,25 +43,24 @@ def draw_heap(world_size: int, seed: int) -> HeapRun:
     plain = first.case.dtype in PLAIN and first.case.quantize is None
     like = first.case if plain else replace(first.case, dtype=PLAIN[seed % 3], quantize=None)
     base = replace(like, layout=FLAT, exact=True, expert_alignment=1)
-    routings = random.choice(
-        ([base.routing] * CALLS, [random.choice(ROUTINGS) for _ in range(CALLS)])
-    )
-    ways = ("plain", "cached", "bias", "raw")
+    same = random.choice((base.routing, "uniform", "duplicates"))
+    mixed = [random.choice(ROUTINGS) for _ in range(CALLS)]
+    routings = random.choice(([same] * CALLS, [same] * CALLS, mixed))
+    ways = ("plain", "cached", "cached", "bias", "raw")
     cases = [replace(base, routing=name, seed=seed + at) for at, name in enumerate(routings)]
     rounds = tuple(
         Round(
             case,
-            (random.choice(ways),) if random.random() < 0.5 else (),
-            replace(first.cached, layout=FLAT, exact=True, expert_alignment=1, seed=case.seed,
-                    routing=case.routing),
+            tuple(random.choices(ways, k=random.randrange(4))),
+            replace(first.cached if at % 2 else base, layout=FLAT, exact=True, expert_alignment=1,
+                    seed=case.seed, routing=case.routing),
             refusers=(random.randrange(world_size),) if random.random() < 0.1 else (),
         )
-        for case in cases
+        for at, case in enumerate(cases)
     )  # fmt: skip
     rows = world_size * scenario.max_tokens
     block = sum(256 + rows * each for each in (4 * base.hidden, 64, 96))
-    few = random.random() < 0.3
-    heap = block // 512 * 512 * (1 if few else 3 * CALLS)
+    heap = block // 512 * 512 * random.choice((1, 2, 3 * CALLS))
     return HeapRun(
         replace(scenario, rounds=rounds, heap_bytes=heap, receive_bytes=1 << 20),
         random.choice((0, 1, 2)),
@@ -67,14 +68,36 @@ def draw_heap(world_size: int, seed: int) -> HeapRun:
     )
 
 
-def run_heap(heap: HeapRun, seed: int) -> list[tuple[int, int]]:
-    """All rounds on all ranks: how many results were in the heap, and through rings, by rank."""
+class Cached:
+    """Counts cached dispatches of ``engine`` that are launched to heaps: ``found`` are those whose
+    rows moved there, and those that rings took."""
+
+    def __init__(self, engine: Any) -> None:
+        self.found, self._state, self._launched = [0, 0], engine._workspace.state, False
+        rewrite = engine._heap.rewrite
+
+        def watched(*given: Any) -> Any:
+            self._launched = True
+            return rewrite(*given)
+
+        engine._heap.rewrite = watched
+
+    def count(self) -> None:
+        """One such call may be over, whose result is known."""
+        if self._launched:
+            self.found[not self._state[IN_HEAPS.value]] += 1
+        self._launched = False
+
+
+def run_heap(heap: HeapRun, seed: int) -> list[tuple[int, ...]]:
+    """All rounds on all ranks, by rank: how many fresh results were in the heap, and through rings;
+    and how many cached ones that were launched to heaps."""
     scenario = heap.scenario
-    counted = [(0, 0)] * scenario.world_size
+    counted = [(0, 0, 0, 0)] * scenario.world_size
 
     def body(ranks: SimulatedRank) -> None:
         mine = RankRun(ranks, scenario)
-        kept: list[tuple[Case, ty.Received]] = []
+        cached, kept = Cached(mine.engine), list[tuple[Case, ty.Received]]()
         for each in scenario.rounds:
             case: Case = known(each.case)
             for refuser in each.refusers:
@@ -86,12 +109,18 @@ def run_heap(heap: HeapRun, seed: int) -> list[tuple[int, int]]:
             if ranks.rank != heap.hoarder:
                 del kept[: -1 - heap.keep]
             for way in each.ways:
-                mine.follow(recv, each, way)
+                if way == "cached":
+                    again = known(each.cached)
+                    kept.append((again, mine.redispatch(again, recv)))
+                    check_received(kept[-1][1], again, ranks.rank)
+                    cached.count()
+                else:
+                    mine.follow(recv, each, way)
             del recv
             for then, result in kept:  # nobody has written to it
                 check_received(result, then, ranks.rank)
         stats = mine.engine.stats
-        counted[ranks.rank] = stats.in_heap, stats.through_rings
+        counted[ranks.rank] = stats.in_heap, stats.through_rings, *cached.found
         mine.engine.close()
         for then, result in kept:
             check_received(result, then, ranks.rank)
@@ -101,29 +130,36 @@ def run_heap(heap: HeapRun, seed: int) -> list[tuple[int, int]]:
     return counted
 
 
-def check_heap(world_size: int, seed: int) -> tuple[int, int]:
-    """The run of ``seed`` passes, and all ranks count alike: in the heap, and through rings."""
+def check_heap(world_size: int, seed: int) -> tuple[int, ...]:
+    """The run of ``seed`` passes, and all ranks count alike: as :func:`run_heap` returns them."""
     counted = run_heap(draw_heap(world_size, seed), seed)
     assert len(set(counted)) == 1, counted
     return counted[0]
 
 
-def check_lie(seed: int, further: int | None) -> list[str]:
+def check_lie(seed: int, further: int | None, part: str = "heap") -> list[str]:
     """What ranks raise if rank 1 says that its block is so many units of 256 bytes ``further`` on,
-    or (None) that its rows begin where its heap does.
+    or (None) that its rows begin where its heap does. ``part``: of calls that tell it in the plan,
+    or ("told") in their announcements.
     """
-    scenario, said = rehearsal("heap", seed), [""] * 2
+    scenario, said = rehearsal(part, seed), [""] * 2
 
     def body(ranks: SimulatedRank) -> None:
         mine = RankRun(ranks, scenario)
         heap = mine.engine._heap
-        honest = heap.place
+        honest, target = heap.place, heap._target
 
         def lie(block: Tensor | None, signature: Signature) -> int:
             place = honest(block, signature)
             return place if place <= 0 else 1 if further is None else place + further
 
-        if ranks.rank == 1:
+        def lie_again(rows: int, **given: int) -> Any:
+            there = target(rows, **given)
+            return there._replace(awaited=there.awaited + (further or 0)) if given else there
+
+        if ranks.rank == 1 and part == "told":
+            heap._target = lie_again
+        elif ranks.rank == 1:
             heap.place = lie
         try:
             for each in scenario.rounds:

@@ -29,7 +29,7 @@ class Allocator:
     def __init__(self, num_bytes: int) -> None:
         self.segment = torch.zeros(num_bytes, dtype=torch.uint8)
         self.inside, self.elsewhere, self.short = False, False, False
-        self.stream, self.outside = 7, 0
+        self.stream, self.outside, self.capturing = 7, 0, False
         self.places = RegionHeap(Region(self.segment, torch.zeros(1, dtype=torch.int64)))
         self.places.least, self.places.rest = PoolHeap.least, PoolHeap.rest
         self._real = torch.empty
@@ -60,6 +60,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator(16 * MIB)
     monkeypatch.setattr(heaps.torch, "empty", made.empty)
     monkeypatch.setattr(heaps.torch.cuda, "use_mem_pool", made.pool)
+    monkeypatch.setattr(heaps.torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     monkeypatch.setattr(PoolHeap, "_current", lambda _: made.stream)
     return made
 
@@ -70,7 +71,8 @@ def heap_in(allocator: Allocator) -> PoolHeap:
 
 
 def test_blocks_are_the_allocators(allocator: Allocator) -> None:
-    """In its segment, for the heap's stream; behind a look at what other streams have passed."""
+    """In its segment, for the heap's stream; behind a look at what other streams have passed. None
+    in the capture of a graph."""
     heap = heap_in(allocator)
     block = heap.take(3 * MIB)
     assert block is not None and block.data_ptr() == heap.begin
@@ -81,7 +83,9 @@ def test_blocks_are_the_allocators(allocator: Allocator) -> None:
     gc.collect()
     allocator.stream = 8
     assert heap.take(3 * MIB) is None
-    allocator.stream = 7
+    allocator.stream, allocator.capturing = 7, True
+    assert heap.take(3 * MIB) is None
+    allocator.capturing = False
     assert heap.take(15 * MIB) is not None
 
 
@@ -108,7 +112,7 @@ def test_a_pool_is_not_let_go_while_another_is_used(
     gc.collect()
     assert len(heaps._HELD) == 1
     monkeypatch.setattr(PoolHeap, "_in_pool", False)
-    monkeypatch.setattr(heaps.torch.cuda, "is_current_stream_capturing", lambda: True)
+    allocator.capturing = True
     heap = heap_in(allocator)
     assert not heaps._HELD
     del heap

@@ -26,10 +26,13 @@ def receive_bytes(buffer_bytes: int, config: Config) -> int:
     return min(RECEIVE_SHARE * buffer_bytes, needed) // 256 * 256
 
 
-def heap_bytes(buffer_bytes: int, config: Config) -> int:
+def heap_bytes(buffer_bytes: int, config: Config, *, all_sms: bool) -> int:
     """Bytes of the heap for results of dispatches beside rings of ``buffer_bytes``: two of the
-    largest, if they are no more than its share."""
+    largest, if they are no more than its share. None where rings are as fast: between two ranks
+    that lend all multiprocessors."""
     if config.absent:  # ranks that are gone tell of no block
+        return 0
+    if all_sms and config.world_size <= 2:
         return 0
     row_bytes = config.hidden * 2 + 4 * (4 + 2 * config.num_topk)  # BF16, and metadata
     rows = config.padded_rows + config.padded_rows // 8 + 64  # what is guessed, and rounded up

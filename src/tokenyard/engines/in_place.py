@@ -57,6 +57,7 @@ class Target(NamedTuple):
     scales_at: int  # bytes from rows to scales and metadata, on every rank
     metadata_at: int
     heap_bytes: int = 0  # 0: there is none
+    awaited: int = 0  # what a cached dispatch tells of this rank's block
 
 
 def launch_in_place(
@@ -84,6 +85,7 @@ def launch_in_place(
         scales_at=target.scales_at,
         metadata_at=target.metadata_at,
         heap_bytes=target.heap_bytes,
+        awaited=target.awaited,
     )
 
 

@@ -50,7 +50,7 @@ class PeerEngine(Engine):
     """
 
     in_place = True
-    hop_counts = 1  # ``ReceiveBuffer.needed``
+    hop_counts = 2  # ``ReceiveBuffer.needed``, ``ResultHeap.was_in_heap``
     _monitor_type = StatusMonitor
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
@@ -74,7 +74,7 @@ class PeerEngine(Engine):
         parts = (self._workspace, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
-        self._heap = ResultHeap(*parts, heap_bytes)
+        self._heap = ResultHeap(*parts, heap_bytes, self._receive.needed_at + 1)
         self._outputs = Outputs(config, memory.device)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._casts: dict[tuple[Any, ...], Launch] = {}
@@ -93,10 +93,10 @@ class PeerEngine(Engine):
             self._headers[:, head.NUM_ROWS],
             self._headers[0, :1],  # the routing's place
             self._rows[: config.matrix_ranks].reshape(-1),
-            self._headers[0, :1],  # the place of ``ReceiveBuffer.needed``
+            self._headers[0, :2],  # the places of ``hop_counts``
             self._counts[0],
         )
-        self._unknown: Any = np.full(2 * size + 2, -1)
+        self._unknown: Any = np.full(2 * size + 1 + self.hop_counts, -1)
 
     @property
     def calls_begun(self) -> int:
@@ -263,6 +263,7 @@ class PeerEngine(Engine):
         known = np.concatenate(self._told)
         known[2 * size] = head.mixed(self._headers[:, head.ROUTING].tolist())
         known[self._receive.needed_at] = self._receive.needed(self._rows)
+        known[self._receive.needed_at + 1] = 0  # :meth:`ResultHeap.note`
         if size > 1:
             np.add.reduce(self._counts, 0, None, known[known.shape[0] - self._local :])
         return known

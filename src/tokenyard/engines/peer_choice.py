@@ -42,5 +42,5 @@ def choose_peer(
     if nodes:
         return PeerChoice(TwolevelEngine, config, tuning, 0, 0)
     received = receive_bytes(buffer_bytes, config)
-    heap = 0 if all_sms else heap_bytes(buffer_bytes, config)
+    heap = heap_bytes(buffer_bytes, config, all_sms=all_sms)
     return PeerChoice(NvlinkEngine, config, tuning, received, heap)

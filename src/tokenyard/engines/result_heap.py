@@ -6,6 +6,10 @@ A rank takes a block for as many rows as it expects, and tells where it is with 
 rank awaits its rows in a block, peers write there. If one has none, rows go through rings, in all
 ranks. They launch before they know: so by what the last such call has told all of them alike, and
 once more if it was wrong.
+
+A cached dispatch is launched to heaps if its fresh one was there, and through rings behind that:
+one of the two finds that it has nothing to do (``kernels/two_direct.py``), as ranks learn only from
+each other's announcements whether all have a block.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
-from tokenyard.engines.outputs import CallPlan, Counted, result_of, sent_of
+from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
@@ -35,12 +39,15 @@ LACKS_ROOM, LACKS_BLOCK = 1, 2
 
 
 class ResultHeap:
-    """The heap of one object, of ``num_bytes``; 0: there is none."""
+    """The heap of one object, of ``num_bytes``; 0: there is none. ``noted_at``: the place in
+    ``Plan.splits`` of whether a routing's fresh dispatch was in it."""
 
     least = LEAST_BYTES
 
-    def __init__(self, workspace: PeerWorkspace, monitor: StatusMonitor, num_bytes: int) -> None:
-        self._workspace, self._monitor = workspace, monitor
+    def __init__(
+        self, workspace: PeerWorkspace, monitor: StatusMonitor, num_bytes: int, noted_at: int
+    ) -> None:
+        self._workspace, self._monitor, self._noted_at = workspace, monitor, noted_at
         self._wanted, self._heap = num_bytes, None
 
     @property
@@ -88,6 +95,18 @@ class ResultHeap:
         """The same on all ranks."""
         return signature.most_rows * signature.sent.payload_bytes >= self.least
 
+    def note(self, counts: Any, *, in_heap: bool) -> None:
+        """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the same on all
+        ranks."""
+        counts[self._noted_at] = in_heap
+
+    def was_in_heap(self, counts: Any, signature: Signature) -> bool:
+        """Whether the fresh dispatch of the plan with ``counts`` wrote to heaps, and a cached one
+        of this signature may. The same on all ranks."""
+        if self._heap is None or not self.holds(signature):
+            return False
+        return bool(counts[self._noted_at])
+
     def place(self, block: Tensor | None, signature: Signature) -> int:
         """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
         if block is None or not signature.in_heap:
@@ -113,22 +132,47 @@ class ResultHeap:
         num_rows: int,
     ) -> Payload:
         """Launch rows to the blocks of all ranks, of which ``block``, for ``num_rows``, is mine."""
-        heap, workspace, route = self._heap, self._workspace, counted.route.data_ptr()
-        assert heap is not None
+        workspace, route = self._workspace, counted.route.data_ptr()
         out = Payload(self.rows_in(block, signature, num_rows), None)
-        target = Target(
-            heap.addresses.data_ptr(),
-            out.x.data_ptr(),
-            scales_at=0,
-            metadata_at=-_before_rows(signature),
-            heap_bytes=heap.num_bytes,
-        )
+        target = self._target(out.x.data_ptr(), metadata_at=-_before_rows(signature))
         workspace.memory.gate()
         moved = sent_of(payload, counted.meta_at)
         launch_in_place(workspace, signature, target, route, moved, signature.tag, counted.tokens)
         result = result_of(out, cast("Plan", plan), arrived)
         launch_unpack(workspace, signature, target, route, result)
         return out
+
+    def rewrite(
+        self, payload: Payload, known: Known, signature: Signature, tag: int, num_rows: int
+    ) -> Payload | None:
+        """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
+        one. Returns ``num_rows`` rows over this rank's; None: it has none."""
+        heap, workspace, out = self._heap, self._workspace, None
+        assert heap is not None
+        awaited = 0 if num_rows else 1  # no row comes there
+        block = heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
+        if block is not None:
+            out = Payload(self.rows_in(block, signature, num_rows), None)
+            awaited = (block.data_ptr() - heap.begin) // _UNIT + 1
+        target = self._target(0, awaited=awaited)
+        workspace.memory.gate()
+        sent, tokens = sent_of(payload), known.num_tokens
+        launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
+        self._monitor.meets()  # what goes through rings behind it
+        return out
+
+    def _target(self, rows: int, *, metadata_at: int = 0, awaited: int = 0) -> Target:
+        """All ranks' heaps; ``rows``: this rank's, if metadata is to be unpacked."""
+        heap = self._heap
+        assert heap is not None
+        return Target(
+            heap.addresses.data_ptr(),
+            rows,
+            scales_at=0,
+            metadata_at=metadata_at,
+            heap_bytes=heap.num_bytes,
+            awaited=awaited,
+        )
 
 
 def _before_rows(signature: Signature) -> int:

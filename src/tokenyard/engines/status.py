@@ -303,7 +303,8 @@ class StatusMonitor:
         if code == sync.TIMED_OUT.value:
             return self._silent(phase, peer, counter, expected, seen)
         call, text = self._call, ""
-        if phase == sync.ON_COUNTS.value and unpack(self._now.tag)["exact"]:
+        exact = unpack(self._now.tag)["exact"]
+        if phase == sync.ON_ROWS.value or (phase == sync.ON_COUNTS.value and exact):
             text = f"rank {peer} announced a block in {call} that is not inside of its heap of "
             text += f"{expected} bytes: it would end at {seen}"
         elif phase == sync.ON_COUNTS.value:

@@ -43,7 +43,8 @@ class DirectConfig(NamedTuple):
     network_ring: NetworkRing
     placing: Placing
     rows_forwarded: int  # rows in flight of a forwarder
-    heap: bool  # buffers are blocks of heaps, which the plan knows
+    heap: bool  # buffers are blocks of heaps, which the plan knows;
+    told: bool  # or of which ranks tell each other as they announce the call
 
 
 class UnpackConfig(NamedTuple):
@@ -208,13 +209,13 @@ MOST_PICKS = 256
 
 def write_in_place(
     launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, payload: Payload,
-    tag: int, num_tokens: int, scales_at: int, metadata_at: int, heap_bytes: int,
+    tag: int, num_tokens: int, scales_at: int, metadata_at: int, heap_bytes: int, awaited: int,
 ) -> None:  # fmt: skip
     """Launch what ``bind_two_direct`` made. Arguments are those of its kernel."""
     stand_in(workspace, tag)
     launch(
         workspace.peers, workspace.state_at, plan, buffers, payload, tag, num_tokens, scales_at,
-        metadata_at, heap_bytes,
+        metadata_at, heap_bytes, awaited,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class DispatchConfig(NamedTuple):
     rows_forwarded: int  # rows in flight of a forwarder
     forward_block: int  # words of each
     at_once: bool  # it reads a row once for all its places, the result's among them
+    behind_heaps: bool  # a launch before may have moved the rows to heaps
 
 
 @triton.jit

@@ -14,6 +14,8 @@ words:
     dones    [R]     written by the peer: its programs that have written all their rows of a
                      dispatch in place, in total
     tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
+    blocks   [2, R]  written by the peer, beside its tag: where its block is in its heap that awaits
+                     rows of a cached dispatch, bytes / 256 + 1; 0: it has none
     matrix   [2, R, R + 2]  written by the peer: how many rows it sends to each rank, for how many
                      it has room (and above these 32 bits, of one node, where: see ``block_place``),
                      and its tag
@@ -56,7 +58,7 @@ def signal_table(ranks: int, channels: int, header_words: int) -> dict[str, int]
     """int64 words of each part of the symmetric region before the rings."""
     return {
         "tails": ranks * channels, "heads": ranks * channels, "entered": ranks, "arrivals": ranks,
-        "dones": ranks, "tags": 2 * ranks, "matrix": 2 * ranks * (ranks + 2),
+        "dones": ranks, "tags": 2 * ranks, "blocks": 2 * ranks, "matrix": 2 * ranks * (ranks + 2),
         "bounds": 2 * ranks * channels, "headers": 2 * ranks * header_words,
     }  # fmt: skip
 
@@ -165,6 +167,11 @@ def done_of(base, peer, k: tl.constexpr):
 @triton.jit
 def tag_of(base, parity, peer, k: tl.constexpr):
     return _signals(base, "tags", k) + parity * k.ranks + peer
+
+
+@triton.jit
+def block_told(base, parity, peer, k: tl.constexpr):
+    return _signals(base, "blocks", k) + parity * k.ranks + peer
 
 
 @triton.jit

@@ -17,6 +17,8 @@ last one that this rank has announced, HELLOS how many those are.
 A wait that does not end at its first look adds how long it took to a matrix ``[sources, phases]``
 (:func:`note_wait`), which the host can read at any time: a source's time, until it had come. WAITED
 is the matrix's address, or 0.
+
+IN_HEAPS: whether rows moved in the last cached dispatch to heaps, as each rank had a block.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # int64 words at the start of a rank's local state
 RANK, TIMEOUT_NS, STATUS, GIVEN_UP = (tl.constexpr(word) for word in range(4))
 EXPIRED = tl.constexpr(7)
-TAG_NOW, HELLOS, WAITED = (tl.constexpr(word) for word in range(9, 12))
+TAG_NOW, HELLOS, WAITED, IN_HEAPS = (tl.constexpr(word) for word in range(9, 13))
 STATE_WORDS = 16
 """Words reserved for the above."""
 

@@ -23,6 +23,16 @@ what used that memory before is over when its header comes. A worker writes behi
 as always, which come behind the plans, that have seen all headers. The kernel ends when all workers
 of all ranks have written; so the block is its rank's alone from then on, and may be given back.
 
+TOLD: a cached dispatch to heaps has no plan that tells of blocks. Each rank stores the place of its
+block to all before it announces the call (``block_told``), so who has seen all announcements knows
+all places. All read the same. If a rank has no block, no row moves, and the call ends as if there
+were none. IN_HEAPS says which, to the launch through rings behind it in the same stream: that moves
+rows if none have moved. It announces a call of its own in any case, so that hosts know the number
+of the next one; if rows have moved it waits for nobody, as no rank has anything to do. Words of
+half ``n % 2`` are written again in call n + 2, as tags are. Example: rank 0 tells 3, its block
+begins at byte 512; rank 1 tells 0, it has none. All programs of both ranks find that, nobody writes
+to byte 512, and rings take all.
+
 Who publishes what, who may read when: of the network rings, as in ``kernels/two_dispatch.py`` (a
 forwarder returns credits behind its reads); of in-place buffers, ``kernels/two_in_place.py``. There
 are no rings inside a node.
@@ -46,14 +56,16 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import cast_of, rows_sent
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    EPOCH, block_place, block_room, first_out, go_of, in_bound, peer_base, place_of,
+    EPOCH, block_place, block_room, block_told, first_out, go_of, in_bound, out_bound, peer_base,
+    place_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
     Payload, Peers, Routing, Turn, grid_of,
     network_ring_of, row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_COUNTS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words,
+    DISAGREED, IN_HEAPS, ON_COUNTS, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire,
+    now_ns, words,
 )  # fmt: skip
 from tokenyard.kernels.two_dispatch import MOST_FORWARDED
 from tokenyard.kernels.two_far import far_turn
@@ -174,7 +186,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
 
 
 @triton.jit
-def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.constexpr):
+def _turn(peers, home, routing, payload, buffers, tag, awaited, turn, ready, k: tl.constexpr):
     """A turn of any task: rows (tokens) left to do. ``home``: this rank's node."""
     grid: tl.constexpr = k.grid
     NODES: tl.constexpr = grid.nodes
@@ -191,9 +203,37 @@ def _turn(peers, home, routing, payload, buffers, tag, turn, ready, k: tl.conste
         rows = _near_turn(peers, routing, payload, buffers, task - FAR, turn, ready, k)
     elif (task < BEFORE_LAST + 1) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
+            if k.told:
+                _tell_block(peers, awaited, k)
             announce_call_to_all(peers.regions, peers.state, tag, k)
             tl.store(turn.done, tl.full((), 1, tl.int64))
     return rows
+
+
+@triton.jit
+def _tell_block(peers, awaited, k: tl.constexpr):
+    """Tell all ranks where this one's block is. Before it announces the call."""
+    r, call = tl.arange(0, k.rank_bins), tl.load(words(peers.state) + EPOCH)
+    bases = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
+    told = block_told(bases, (call % 2).to(tl.int32), peers.rank, k)
+    tl.store(told, awaited + (r * 0), mask=r < k.ranks)
+
+
+@triton.jit
+def _in_blocks(
+    state, buffers, places, rows, metadata_at, heap_bytes, phase: tl.constexpr, k: tl.constexpr
+):
+    """Where rows begin in the blocks at ``places [local_bins]`` of all heaps, and whether so many
+    ``rows`` are inside of each. Gives up on a rank whose are not, in ``phase``."""
+    q = tl.arange(0, k.grid.local_bins)
+    near, begin = q < k.ranks, places.to(tl.int64) * 256 - 256
+    end = begin + rows.to(tl.int64) * (k.row.words * k.row.word_bits // 8)
+    wrong = (begin + metadata_at < 0) | (rows < 0) | (places > heap_bytes) | (end > heap_bytes)
+    peer = tl.max(tl.where(near & wrong, q, -1))
+    if peer >= 0:
+        seen = tl.sum(tl.where(q == peer, end, 0))
+        give_up(state, DISAGREED, phase, peer, 0, heap_bytes, seen)
+    return tl.load(words(buffers) + q, mask=near, other=0) + begin, peer < 0
 
 
 @triton.jit
@@ -203,29 +243,39 @@ def _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k: tl.conste
     P: tl.constexpr = k.grid.ranks_per_node
     q = tl.arange(0, k.grid.local_bins)
     near, ok = q < P, True
-    rows = tl.load(words(buffers) + home * P + q, mask=near, other=0)
     if k.heap:
-        begin = tl.load(block_place(plan, q, k), mask=near, other=1).to(tl.int64) * 256 - 256
-        room = tl.load(block_room(plan, q, k), mask=near, other=0).to(tl.int64)
-        end = begin + room * (k.row.words * k.row.word_bits // 8)
-        wrong = near & ((begin + metadata_at < 0) | (room < 0) | (end > heap_bytes))
-        peer = tl.max(tl.where(wrong, q, -1))
-        if peer >= 0:
-            seen = tl.sum(tl.where(q == peer, end, 0))
-            give_up(state, DISAGREED, ON_COUNTS, peer, 0, heap_bytes, seen)
-            ok = False
-        rows += begin
+        places = tl.load(block_place(plan, q, k), mask=near, other=1)
+        rooms = tl.load(block_room(plan, q, k), mask=near, other=0)
+        rows, ok = _in_blocks(state, buffers, places, rooms, metadata_at, heap_bytes, ON_COUNTS, k)
+    else:
+        rows = tl.load(words(buffers) + home * P + q, mask=near, other=0)
     return rows, ok
+
+
+@triton.jit
+def _told_rows(peers, plan, buffers, call, heap_bytes, k: tl.constexpr):
+    """The same of a cached dispatch to heaps, behind all announcements; and whether every rank has
+    a block: else no row moves."""
+    q = tl.arange(0, k.grid.local_bins)
+    near, mine = q < k.ranks, peer_base(peers.regions, peers.rank)
+    places = tl.load(block_told(mine, (call % 2).to(tl.int32), q, k), mask=near, other=1)
+    last = tl.load(first_out(plan, q, k), mask=near, other=0)
+    last += tl.load(out_bound(plan, q, k.channels, k), mask=near, other=0)
+    moves = tl.min(places) > 0
+    places, last = tl.where(moves, places, 1), tl.where(moves, last, 0)
+    rows, ok = _in_blocks(peers.state, buffers, places, last, 0, heap_bytes, ON_ROWS, k)
+    return rows, ok, moves
 
 
 @triton.jit(repr=shown_as("twolevel::dispatch_direct"))
 def two_direct_kernel(
     regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
-    heap_bytes, num_experts, k: tl.constexpr,
+    heap_bytes, awaited, num_experts, k: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``k`` is a ``DirectConfig``; ``buffers`` the table of in-place buffers, or of
-    heaps of ``heap_bytes``; scales and metadata begin ``scales_at`` and ``metadata_at`` bytes
-    behind rows; :func:`bind_two_direct` makes the launch."""
+    heaps of ``heap_bytes``, ``awaited`` what this rank tells of its block; scales and metadata
+    begin ``scales_at`` and ``metadata_at`` bytes behind rows; :func:`bind_two_direct` makes the
+    launch."""
     grid: tl.constexpr = k.grid
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     if k.heap:
@@ -235,16 +285,13 @@ def two_direct_kernel(
     call = tl.load(words(state) + EPOCH)
     home = me // grid.ranks_per_node
     peers = Peers(regions=regions, state=state, rank=me)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
-    )
     c, worker = pid % k.channels, pid // k.channels
     TASKS: tl.constexpr = 2 * grid.nodes - 1 + near_tasks(grid.nodes, grid.workers)
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
         rows, ok = _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k)
-        targets = Buffers(rows=rows, scales_at=scales_at, metadata_at=metadata_at)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
+        moves = worker >= 0
         step += tl.where(ok, 0, OVER)
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
@@ -253,18 +300,31 @@ def two_direct_kernel(
             if not ready:
                 if before > 0:  # who waits has come to the barrier itself before
                     ready = all_are_here(regions, state, tag, call, step, pid == 0, k)
+                    if k.told:
+                        if ready:
+                            rows, ok, moves = _told_rows(peers, plan, buffers, call, heap_bytes, k)
+                            num_tokens = tl.where(moves, num_tokens, 0)
+                            step += tl.where(ok, 0, OVER)
+                            ready = ok
                 # it came in this round: the next one has nothing else to end for
                 left += tl.where(ready, 0, 1)
+            routing = Routing(
+                plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
+            )
+            targets = Buffers(rows=rows, scales_at=scales_at, metadata_at=metadata_at)
             for i in range((TASKS + grid.workers - 1) // grid.workers):
                 task = dealt(worker, place_in_round(i, c, TASKS, k), k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
-                todo = _turn(peers, home, routing, payload, targets, tag, turn, ready, k)
+                todo = _turn(peers, home, routing, payload, targets, tag, awaited, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += todo
             flush_signals(state, worker, c, TASKS, k)
             step, idle, since = next_step(state, step, left, before, left, idle, since)
             before = left
         if step < OVER:
+            if k.told:
+                if pid == 0:
+                    tl.store(words(state) + IN_HEAPS, moves.to(tl.int64))
             end_in_place(regions, state, k)
 
 
@@ -282,14 +342,15 @@ def bind_two_direct(
     row = row_constants(row_layout)
     block = min(power_of_two_at_least(row_layout.words), config.block)
     most = max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node))
-    ranks = grid.nodes * grid.ranks_per_node
+    ranks, fresh = grid.nodes * grid.ranks_per_node, row_layout.meta_words > 0
     k = DirectConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
         channels=workspace.tuning.channels, grid=grid, row=row, in_memory=strides_in_memory(row),
         in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(row_layout, mode, dtype),
-        placing=placing_of(num_topk, 1, by_expert=False, fresh=row_layout.meta_words > 0),
+        placing=placing_of(num_topk, 1, by_expert=False, fresh=fresh),
         rows_sent=rows_sent(config, row_layout, mode, block, network.chunk),
-        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block, heap=heap,
+        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
+        heap=heap and fresh, told=heap and not fresh,
     )  # fmt: skip
     launch = workspace.memory.bind(
         two_direct_kernel, workers * k.channels, num_warps=config.num_warps,

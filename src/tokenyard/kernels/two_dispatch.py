@@ -24,6 +24,9 @@ Who publishes what, who may read when (``docs/reference/twolevel.md``):
 * A fresh dispatch may be launched before the host knew the counts. It does nothing if the plan says
   that ranks disagree, or that one lacks room for its rows. All ranks see the same, and launch again
   (``forced``) with room enough.
+* BEHIND_HEAPS, cached: a launch before it may have moved the rows to heaps
+  (``kernels/two_direct.py``). Then this one announces its call, and that is all. A tag of half
+  ``n % 2`` is written again two calls later as always, behind announcement n + 1 of all ranks.
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto
   ``net tail``; MAPPED: it packs them into the network ring itself, and defers the tail. The
   forwarder sees the tail (acquire), then reads the slots.
@@ -49,6 +52,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tokenyard.kernels.call_barrier import count_call
 from tokenyard.kernels.dispatch import (
     config_of,
     put_own_rows,
@@ -75,6 +79,7 @@ from tokenyard.kernels.structs import (
     grid_of, network_ring_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
+    IN_HEAPS,
     ON_ROOM,
     ON_ROWS,
     RANK,
@@ -87,7 +92,7 @@ from tokenyard.kernels.sync import (
 )
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import forward_turn
-from tokenyard.kernels.two_headers import call_barrier_turn
+from tokenyard.kernels.two_headers import announce_call_to_all, call_barrier_turn
 from tokenyard.kernels.two_region import done_in, num_tasks
 from tokenyard.kernels.two_scheduler import (
     ON_TIME,
@@ -250,6 +255,12 @@ def two_dispatch_kernel(
         go = tl.load(go_of(plan, k))
         pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
+    if k.behind_heaps:
+        moved = tl.load(words(state) + IN_HEAPS) != 0
+        if moved & (pid == 0):
+            announce_call_to_all(regions, state, tag, k)
+            count_call(state)
+        pid = tl.where(moved, -1, pid)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     num_rows = num_rows.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)
@@ -291,7 +302,7 @@ def two_dispatch_kernel(
 
 def bind_two_dispatch(
     workspace: Any, num_topk: int, row_layout: Any, mode: Any, dtype: Any, slots_per_row: int, *,
-    padding: bool, **placed: bool,
+    padding: bool, behind_heaps: bool = False, **placed: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature. May wait for the device.
 
@@ -301,6 +312,7 @@ def bind_two_dispatch(
         mode, dtype: how rows are cast on their way (None: not), and what the input holds.
         slots_per_row: columns of ``slots``.
         padding: blocks of experts end in rows of zeros.
+        behind_heaps: a launch before may have moved the rows to heaps.
         placed: flags of a ``Placing``.
     """
     config, forward = workspace.tuning.dispatch, workspace.tuning.forward
@@ -320,6 +332,7 @@ def bind_two_dispatch(
         network_ring=network, forward_block=whole,
         rows_forwarded=1 if placing.by_expert else forward.rows_of(whole, forwarded),
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
+        behind_heaps=behind_heaps,
     )  # fmt: skip
     return workspace.memory.bind(
         two_dispatch_kernel, workers * k.channels, num_warps=config.num_warps,

@@ -156,6 +156,8 @@ class PoolHeap(Heap):
     def _make(self, start: int, size: int) -> Tensor | None:
         if self._lost or self._current() != self._stream:
             return None
+        if torch.cuda.is_current_stream_capturing():  # a graph's allocations go elsewhere
+            return None
         # Outside of the pool, where the allocator looks whether other streams have passed.
         torch.empty(1, dtype=torch.uint8, device=self._device)
         PoolHeap._in_pool, made = True, None

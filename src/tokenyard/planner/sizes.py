@@ -94,7 +94,7 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     grid = Topology(1, ranks)
     config, all_sms = workload.config(grid), sms == workload.most_sms
     received = receive_bytes(workload.buffer_bytes, config)
-    heap = 0 if all_sms else heap_bytes(workload.buffer_bytes, config)
+    heap = heap_bytes(workload.buffer_bytes, config, all_sms=all_sms)
     channels = most_channels(grid, 2 * workload.hidden, workload.buffer_bytes)
     tuning = peer_tuning(sms, grid, all_sms=all_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
@@ -155,7 +155,7 @@ def _signal_bytes(workload: Workload, channels: int) -> int:
     parts = (header + ranks + 3 + 2 * channels, workload.gpus_per_node * channels)
     node_header = sum(-(-part // 2) * 2 for part in parts)
     words = (
-        2 * ranks * channels + 5 * ranks + 2 * ranks * (ranks + 2 + channels + header),
+        2 * ranks * channels + 7 * ranks + 2 * ranks * (ranks + 2 + channels + header),
         2 * nodes * channels + 4 * ranks * node_header + 4,
     )
     return sum(-(-count // 32) * 256 for count in words)  # int64, padded to 256 bytes
