@@ -40,13 +40,13 @@ class Kind:
 CAST = {"quantize": "fp8", "cast_before": True}
 KINDS = {
     FRESH: Kind("dispatch BF16, new routing", cached=False),
-    PLAIN: Kind("dispatch BF16", bar_us=500),
-    "fp8": Kind("dispatch FP8", CAST, bar_us=270),
+    PLAIN: Kind("dispatch BF16", bar_us=470),
+    "fp8": Kind("dispatch FP8", CAST, bar_us=245),
     "fused": Kind("dispatch BF16, FP8 on the wire", {"quantize": "fp8"}, bar_us=280),
     "major": Kind("dispatch FP8, expert-major", {**CAST, "layout": "expert_major"}, bar_us=330),
     DIRECT: Kind("dispatch BF16, in place", {"in_place": True}, bar_us=465),
     "view8": Kind("dispatch FP8, in place", {**CAST, "in_place": True}, bar_us=245),
-    BACK: Kind("combine BF16", bar_us=490, combine=True),
+    BACK: Kind("combine BF16", bar_us=470, combine=True),
     BACK_IN_PLACE: Kind("combine BF16, in place", {"in_place": True}, bar_us=475, combine=True),
 }
 IN_PLACE = (DIRECT, "view8", BACK_IN_PLACE)
@@ -54,8 +54,8 @@ IN_PLACE_ENGINES = ("nvlink", "twolevel")
 BARS_RANKS = 4
 """Bars are for the wire traffic of this many ranks; fewer move less."""
 
-SMS_BARS_US = {8: 560.0, 24: 490.0}
-"""What a dispatch in place may take with so many SMs."""
+SMS_BARS_US = {DIRECT: {8: 560.0, 24: 490.0}, PLAIN: {24: 500.0}, BACK: {24: 560.0}}
+"""What these may take with so many SMs."""
 
 NEW_ROUTING_BAR_US = 45.0
 """What a new routing may add."""

@@ -108,7 +108,8 @@ class Suite:
             return BARS if judged else {}
 
         def few(case: Case) -> Mapping[str, float | None]:
-            return {DIRECT: SMS_BARS_US.get(case.sms or 0)} if num_ranks == BARS_RANKS else {}
+            bars = SMS_BARS_US.items() if num_ranks == BARS_RANKS else ()
+            return {kind: bar_us.get(case.sms or 0) for kind, bar_us in bars}
 
         found = {
             MAIN: [Table(section=MAIN, cases=[main], kinds=tuple(KINDS), bars=bars,
@@ -118,7 +119,7 @@ class Suite:
             TOKENS: [Table(section=TOKENS, cases=[self.case(each)], kinds=curve, beside={})
                      for each in self.curve],
             BOUNDED: [Table(section=BOUNDED, cases=rings, kinds=(PLAIN, BACK))],
-            SMS: [Table(section=SMS, cases=over, kinds=(DIRECT, PLAIN, BACK, BACK_IN_PLACE),
+            SMS: [Table(section=SMS, cases=over, kinds=(DIRECT, PLAIN, FRESH, BACK, BACK_IN_PLACE),
                         bars=few)],
         }  # fmt: skip
         return [table for section in self.sections for table in found[section]]
