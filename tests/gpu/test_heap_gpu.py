@@ -9,9 +9,10 @@ from unittest import mock
 
 import torch
 
-from cases import Case, check_received, dispatch
+from cases import Case, check_received, dispatch, to
 from test_nvlink import SIZES, processes, pytestmark
 from tokenyard.engines.result_heap import ResultHeap
+from tokenyard.kernels.sync import IN_HEAPS
 from tokenyard.testing import Ranks, distributed_test
 
 __all__ = ["pytestmark"]
@@ -24,6 +25,11 @@ def cases_of(ranks: Ranks) -> list[Case]:
         Case(ranks.world_size, num_tokens=300, hidden=512, num_experts=16, seed=seed)
         for seed in range(CALLS)
     ]
+
+
+def rows_of(case: Case) -> torch.Tensor:
+    """Of all ranks, one behind the other."""
+    return torch.cat([each for each in case.x if isinstance(each, torch.Tensor)])
 
 
 @processes
@@ -51,6 +57,44 @@ def test_results_in_a_heap(ranks: Ranks) -> None:
     gc.collect()
     for case, recv in kept:
         check_received(recv, case, ranks.rank)
+
+
+@processes
+@distributed_test(world_size=SIZES, engine="nvlink")
+def test_cached_results_in_a_heap(ranks: Ranks) -> None:
+    """Along routings whose fresh result was there, until the heap is full and rings take over; and
+    replayed from a CUDA graph, which takes no block.
+    """
+    cases = cases_of(ranks)
+    with mock.patch.object(ResultHeap, "least", 0), cases[0].make(ranks, num_sms=FEW) as ep:
+        for case in cases[:3]:
+            recv = dispatch(ranks, ep, case)
+        moved = ep._calls.engine._workspace.state[IN_HEAPS.value : IN_HEAPS.value + 1]
+        rows = [to(each.x[ranks.rank], ranks.device) for each in (cases[2], cases[3])]
+        kept: list[torch.Tensor] = []
+        seen: list[int] = []
+        for call in range(4 * CALLS):
+            kept.append(ep.dispatch(rows[call % 2] * (1 + call // 2), handle=recv.handle).x)
+            seen.append(int(moved))
+        assert seen[0] == 1 and seen[-1] == 0, seen
+        source = recv.source.cpu()
+        source = (source >> 32) * cases[2].num_tokens + source % 2**32
+        for call, got in enumerate(kept):
+            sent = rows_of(cases[2 + call % 2])[source] * (1 + call // 2)
+            assert torch.equal(got.cpu(), sent), call
+        kept.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = ep.dispatch(rows[0], handle=recv.handle)
+        for replay in range(3):
+            rows[0].mul_(2)
+            graph.replay()
+            torch.cuda.synchronize()
+            sent = rows_of(cases[2])[source] * 2 ** (replay + 1)
+            assert torch.equal(again.x.cpu(), sent) and int(moved) == 0
+            assert ep.dispatch(rows[0], handle=recv.handle).x.shape == again.x.shape
+            assert int(moved) == 1
+        ep.check()
 
 
 @processes
