@@ -62,9 +62,9 @@ class ExpertParallel(Recoverable):
             of several nodes that form a grid, ``docs/reference/twolevel.md``) or "low_latency" (as
             nvlink, static expert layouts for decoding). "auto" takes nvlink where it can work.
         buffer_bytes: symmetric memory for rings (nvlink, twolevel), whatever the batch. Default:
-            128 MiB. With fewer multiprocessors than there are, nvlink has a receive buffer besides,
-            at most four times as large, and from the first large ``FLAT`` dispatch on a heap for
-            its results, at most six times as large: two of 4096 tokens of 7168 channels. Engine
+            128 MiB. Besides, nvlink has a receive buffer, at most four times as large; and from the
+            first large ``FLAT`` dispatch on a heap for results, at most six times as large (two of
+            4096 tokens of 7168 channels), unless all multiprocessors of two ranks are lent. Engine
             low_latency: its slots; default: what rows of 2 bytes per channel need.
         num_sms: multiprocessors that kernels may fill (all but collective), the same on all ranks.
             Default: all.
@@ -356,7 +356,7 @@ class ExpertParallel(Recoverable):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that this object holds between calls; 0 once it is closed."""
+        """Bytes that this object holds between calls now; 0 once it is closed."""
         return 0 if self._calls.closed else self._calls.engine.buffer_bytes
 
     @property
