@@ -88,9 +88,7 @@ def _check(options: Options) -> int:
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
-    """A name for the text, and its first bytes. Default: the README, which an installed package
-    carries as metadata.
-    """
+    """A name for the text, and its first bytes. Default: the README, also when installed."""
     if path is not None or README.is_file():
         file = path or README
         name = file.name
@@ -123,9 +121,7 @@ def _run(options: Options, text: bytes, world: int, console: Console) -> list[Pa
 
 
 def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
-    """Everything that there is to say about a run; returns whether every error is within
-    ``limit``.
-    """
+    """All that there is to say about a run; returns whether every error is within ``limit``."""
     print_line(console, f"Engine {escape(parts[0].why)}")
     ranks = [
         (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))

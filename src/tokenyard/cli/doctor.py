@@ -127,9 +127,7 @@ def show_waits(files: list[Path], as_json: bool) -> None:
 
 
 def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:
-    """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely
-    here.
-    """
+    """Ranks on the CPU over gloo, and one rank per GPU with the engine that is likely here."""
     plans = [("cpu", CPU_RANKS, COLLECTIVE)]
     if machine.gpus:
         plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
@@ -199,9 +197,7 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
 
 
 def text(name: str, value: Any) -> str:
-    """A value of the document called ``name`` as markup, "" if it is unknown; of a record what is
-    known.
-    """
+    """A value called ``name`` as markup, "" if it is unknown; of a record what is known."""
     if isinstance(value, dict):
         record = cast("dict[str, Any]", value)
         known = {key: text(key, each) for key, each in record.items() if key != "gpus"}

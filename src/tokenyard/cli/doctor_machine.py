@@ -34,7 +34,6 @@ class Machine:
         facts: ``docs/how-to/doctor.md`` lists them. None: could not tell, or not there.
         untold: why something could not be told, by its name.
         workload: one MoE layer. asked: whether somebody gave a size of it.
-        self_tests: those that ran.
     """
 
     facts: dict[str, Any]

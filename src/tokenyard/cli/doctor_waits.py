@@ -1,5 +1,5 @@
-"""``tokenyard doctor --waits``: what ranks have waited for, from files that hold what
-``ep.stats().prometheus()`` gave on each, and whether a rank is slow, or the way between two.
+"""``tokenyard doctor --waits``: what ranks waited for, and what is slow, from files that hold what
+``ep.stats().prometheus()`` gave on each.
 """
 
 from __future__ import annotations

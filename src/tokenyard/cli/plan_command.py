@@ -1,6 +1,4 @@
-"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be at
-hand, as tables for a reader or as JSON for a program.
-"""
+"""``tokenyard plan``: what dispatch and combine would take on a machine that is not at hand."""
 
 from __future__ import annotations
 

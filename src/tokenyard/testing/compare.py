@@ -121,9 +121,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[rows, columns]`` integers with the bits of the elements; an element of 16 bytes has two
-    columns.
-    """
+    """The elements' bits as integers ``[rows, columns]``; one of 16 bytes has two columns."""
     columns = tensor.shape[-1] if tensor.ndim > 1 else 1
     rows = math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel()
     plain = tensor.detach().resolve_conj().resolve_neg().reshape(rows, columns).contiguous()

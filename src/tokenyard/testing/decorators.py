@@ -22,9 +22,7 @@ DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
 PROCESSES = ("cpu", "cuda")
 """Devices whose ranks are processes."""
 IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {"simulated": run_seeded}
-"""What runs a body on ranks of this process, by the word that asks for it. A ``conftest.py`` may
-add more.
-"""
+"""What runs a body on ranks of this process, by its word. A ``conftest.py`` may add more."""
 
 _RANKS = "ranks"
 _WORLD_SIZE = "_world_size"
@@ -109,10 +107,7 @@ def _parametrised(
     world_size: int | tuple[int, ...],
     engine: str | tuple[str, ...],
 ) -> Callable[..., None]:
-    """Show pytest the signature without ``ranks`` and a parameter for each tuple.
-
-    Nothing is marked where pytest was not imported: nobody collects tests there.
-    """
+    """Show pytest, if it is there, the signature without ``ranks``, a parameter for each tuple."""
     choices = [(_WORLD_SIZE, world_size, "ranks{}"), (_ENGINE, engine, "{}")]
     tuples = [(name, values, style) for name, values, style in choices if isinstance(values, tuple)]
     hidden = [Parameter(name, Parameter.KEYWORD_ONLY) for name, _, _ in tuples]

@@ -9,9 +9,7 @@ from tokenyard.testing.job import Ending, Outcome
 
 
 class RankFailure(AssertionError):
-    """A test body failed on at least one rank; the message names the ranks and carries their
-    tracebacks.
-    """
+    """A test body failed; the message names the ranks and carries their tracebacks."""
 
 
 def is_fine(outcome: Outcome, may_die: bool) -> bool:
@@ -20,10 +18,8 @@ def is_fine(outcome: Outcome, may_die: bool) -> bool:
 
 
 def judge(outcomes: dict[int, Outcome], may_die: tuple[int, ...]) -> None:
-    """Return if every rank passed (or died as it may); raise :class:`RankFailure` or
-    ``unittest.SkipTest`` otherwise.
-
-    A test is skipped only if all its ranks skip.
+    """Return if every rank passed (or died as it may); raise :class:`RankFailure` otherwise, or
+    ``unittest.SkipTest`` if all ranks skip.
     """
     __tracebackhide__ = True
     fine = {rank for rank, outcome in outcomes.items() if is_fine(outcome, rank in may_die)}

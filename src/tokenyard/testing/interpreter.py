@@ -75,9 +75,7 @@ ASSEMBLY: dict[str, Callable[[], int]] = {"mov.u64 $0, %globaltimer;": lambda: _
 
 @contextmanager
 def patched_language() -> Iterator[None]:
-    """Let kernels' bodies be called as Python functions, all in here; calls of device functions
-    cost little.
-    """
+    """Kernels' bodies can be called as functions in here; calls of device functions cost little."""
     if _state.patched:
         yield
         return
@@ -104,9 +102,7 @@ def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
-    """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as
-    ``cvt.rn.satfinite`` does.
-    """
+    """Bits of the nearest (ties to even) narrow floats; fp8 saturates as ``cvt.rn.satfinite``."""
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
         values = torch.where(
@@ -208,9 +204,7 @@ def _sum(self: Any, source: Any) -> Any:
 def _atomic_rmw(
     self: Any, op: Any, ptr: Any, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
 ) -> TensorHandle:
-    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its
-    bits.
-    """
+    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges by their bits."""
     data = np.ascontiguousarray(value.data)
     mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
     if op == ir.ATOMIC_OP.XCHG:

@@ -12,11 +12,10 @@ from tokenyard.memory.kernel_launch import parameters, with_defaults
 
 def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
-    constants, which may be left out where the kernel has defaults.
+    constants, without those that have defaults.
 
     Raises:
-        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in
-            this process.
+        ValueError: they do not fit the kernel or are no integers, or kernels are compiled here.
     """
     names = parameters(kernel)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -71,9 +70,7 @@ def _int64(interpreter: Any, value: Any) -> Any:
 
 @cache
 def _rewrite(kernel: Any, kind: type) -> None:
-    """Have the interpreter read the kernel, and what it calls, here rather than in every child, and
-    once.
-    """
+    """Have the interpreter read the kernel and what it calls here, once, not in every child."""
     seen: set[int] = set()
     pending = [kernel]
     while pending:

@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 Timed = Callable[[int], object]
-"""A timed call. Its argument is the number of the input to use; its result is dropped after the
-clock has stopped.
-"""
+"""A timed call, given the number of its input; its result goes after the clock has stopped."""
 
 _untyped: Any = dist
 
@@ -76,9 +74,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def wait_for_ranks(self) -> None:
-        """Return when every rank is here and idle (an all-reduce: no rank has the sum before all
-        gave their part).
-        """
+        """Return when every rank is here and idle: none has an all-reduce's sum before."""
         self.synchronize()
         _untyped.all_reduce(self.meeting)
         self.synchronize()
@@ -131,9 +127,7 @@ def time_interleaved(
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
-    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank.
-    Collective.
-    """
+    """The largest of each entry over all ranks, on the CPU. Collective."""
     largest = times.to(device, copy=True)
     _untyped.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.cpu()

@@ -40,11 +40,7 @@ class Zone(NamedTuple):
 
 
 class AddressBook:
-    """Registered buffers and names.
-
-    Args:
-        strict: whether programs may touch registered memory only.
-    """
+    """Registered buffers and names. ``strict``: programs may touch registered memory only."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict

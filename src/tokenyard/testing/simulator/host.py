@@ -1,7 +1,5 @@
-"""Host code of the ranks: threads of which one runs at a time, and only when the scheduler says so.
-
-Threads and not greenlets, because torch keeps state per thread (gradients on or off, the backward
-pass that runs).
+"""Host code of the ranks: threads (torch keeps state per thread), of which one runs at a time, and
+only when the scheduler says so.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ from typing import Any
 
 
 class Ended(BaseException):
-    """Raised in host code whose simulation is over. Not an error of the code: it passes ``except
-    Exception``.
-    """
+    """Raised in host code whose simulation is over. No error: it passes ``except Exception``."""
 
 
 class Host:

@@ -1,6 +1,4 @@
-"""What all parts of a simulation work on: the clock, memory, programs and hosts; what programs do
-to memory, and how they take turns.
-"""
+"""What all parts of a simulation work on, and what programs do to it, and how they take turns."""
 
 from __future__ import annotations
 
@@ -158,9 +156,7 @@ class Machine:
         return self.now_ns
 
     def compares_clock(self, distance: int) -> None:
-        """A kernel compares the clock with a time that is so many ns away: it will wake up by
-        itself then.
-        """
+        """A kernel compares the clock with a time so many ns away, at which it will wake up."""
         self.caller.deadline = self.now_ns + distance
 
     def barrier(self) -> None:

@@ -27,9 +27,7 @@ _UNIT = 8
 
 @dataclass(eq=False)
 class Message:
-    """A put on its way. ``parts``: bytes (begin, end) that have not arrived; ``behind``: what must
-    be there before.
-    """
+    """A put. ``parts``: bytes (begin, end) on their way; ``behind``: what must be there before."""
 
     sender: Program
     to: int

@@ -153,9 +153,7 @@ class ByteMap(dict[int, Page]):
                 mine.have &= ~page.have
 
     def split(self, keep: Callable[[int], Bytes]) -> ByteMap:
-        """Take away what lies outside ``keep(page)`` (0xFF for bytes that stay). Pages of which
-        nothing is known are dropped.
-        """
+        """Take away what is outside ``keep(page)`` (0xFF: bytes that stay), and empty pages."""
         away = ByteMap()
         for number, page in list(self.items()):
             stays = page.have & keep(number)

@@ -102,11 +102,7 @@ class Standstill:
 
 
 def raise_errors(machine: Machine, more: str = "") -> None:
-    """Raise if host code has raised. ``more`` is said after that.
-
-    Raises:
-        RanksFailed: it has; the first error is the cause.
-    """
+    """Raise RanksFailed if host code raised, from the first error. ``more`` is said after it."""
     errors = machine.errors
     parts = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
     if errors:
