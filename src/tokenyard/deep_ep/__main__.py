@@ -1,6 +1,4 @@
-"""``python -m tokenyard.deep_ep run SCRIPT ...``: run a program that imports ``deep_ep``, unchanged
-and without installing it.
-"""
+"""``python -m tokenyard.deep_ep run SCRIPT``: run a program that imports ``deep_ep``, unchanged."""
 
 from __future__ import annotations
 

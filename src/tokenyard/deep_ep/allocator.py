@@ -18,9 +18,7 @@ def get_num_allocation_alignment() -> int:
 
 
 def get_num_tma_alignment() -> int:
-    """Bytes that DeepEP's copies need an expert's weights to be a multiple of: 32. Copies here take
-    any number.
-    """
+    """Bytes of which DeepEP's copies need a multiple: 32. Copies here take any number."""
     return 32
 
 
@@ -34,8 +32,7 @@ class BufferAllocator:
 
     Attributes:
         alignment: bytes that each tensor begins at a multiple of.
-        allocations: each tensor and its offset in bytes.
-        num_bytes: of the whole plan.
+        allocations: each tensor and its offset in bytes; ``num_bytes``: of the whole plan.
         materialized: whether the tensors have memory.
     """
 
@@ -46,11 +43,7 @@ class BufferAllocator:
         self.materialized = False
 
     def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor on device ``meta``, which becomes one in memory when the plan does.
-
-        Raises:
-            ValueError: no shape or dtype, or the plan has memory already.
-        """
+        """A tensor on device ``meta``, until the plan has its memory. ValueError: it has."""
         if self.materialized:
             raise ValueError(
                 "allocate() after the plan was given its memory: plan all tensors, then make the "

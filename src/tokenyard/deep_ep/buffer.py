@@ -104,9 +104,7 @@ class Buffer(LowLatencyState):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number: what engines of normal mode may fill, if their
-        first call with new sizes comes later.
-        """
+        """Set ``Buffer.num_sms`` (even) for engines of normal mode that are made later."""
         number = whole("num_sms", new_num_sms, 0, MOST_SMS)
         if number % 2:
             raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
@@ -283,9 +281,7 @@ class Buffer(LowLatencyState):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16
-        rows and up to 16 picks.
-        """
+        """Bytes per rank of low-latency mode here on GPUs, for bf16 rows and up to 16 picks."""
         return decode.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def low_latency_dispatch(

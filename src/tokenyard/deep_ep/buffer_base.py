@@ -9,12 +9,7 @@ from tokenyard.errors import NotSupported
 
 
 class BufferBase(ABC):
-    """A communication buffer.
-
-    Attributes:
-        explicitly_destroy: echoed.
-        runtime: None once destroyed.
-    """
+    """A communication buffer. ``explicitly_destroy``: echoed; ``runtime``: None once destroyed."""
 
     explicitly_destroy: bool = False
     runtime: Any = None

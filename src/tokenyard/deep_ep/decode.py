@@ -1,6 +1,4 @@
-"""Low-latency mode: one block of ``R * M`` rows per local expert, static shapes, weights applied on
-the way back.
-"""
+"""Low-latency mode: blocks of ``R * M`` rows per local expert; combine applies the weights."""
 
 from __future__ import annotations
 
@@ -175,10 +173,7 @@ def dispatch(
     waits: Tensor | None,
     hooked: bool,
 ) -> tuple[Rows, Tensor, LowLatencyHandle, Hook | None]:
-    """Rows by expert, how many each expert got, the handle, and a hook if asked for.
-
-    Counts are added to ``stats`` and waiting times to ``waits``, by the hook if there is one.
-    """
+    """Rows by expert, counts, the handle, and a hook, if asked for, that adds the statistics."""
     ep = natives.low_latency(sizes)
     if ep.engine != LOW_LATENCY:
         made = _dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits)
@@ -225,9 +220,7 @@ def combine(
     experts: Overlap | None,
     hooked: bool,
 ) -> tuple[Tensor, Hook | None]:
-    """The weighted sum of each token's rows, and a hook if asked for, behind the ``experts``.
-    Waiting times are added to ``waits``.
-    """
+    """The weighted sum of each token's rows behind the ``experts``, and a hook if asked for."""
     wait_for(experts)
     ep, native = handle.ep, handle.native
     low = ep.engine == LOW_LATENCY
@@ -252,11 +245,7 @@ def combine(
 
 
 def written_buffer(handle: LowLatencyHandle) -> Tensor:
-    """What ``get_next_low_latency_combine_buffer`` gave out.
-
-    Raises:
-        ValueError: nobody asked for it.
-    """
+    """What ``get_next_low_latency_combine_buffer`` gave out."""
     if handle.next_buffer is None:
         raise ValueError(
             "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but "

@@ -28,10 +28,7 @@ def _domains(group: Any, hybrid: bool) -> tuple[Domains, Domains]:
 
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
     """Hosts, and ranks of each; ``(R, 1)`` where hosts are uneven. Collective the first time for a
-    group; a buffer knows.
-
-    Raises:
-        ValueError: no group of this process.
+    group; a buffer knows. ValueError: no group of this process.
     """
     if hasattr(group_or_buffer, "get_physical_domain_size"):
         return group_or_buffer.get_physical_domain_size()
@@ -41,9 +38,7 @@ def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
 def get_logical_domain_size(
     group_or_buffer: Any, allow_hybrid_mode: bool | None = None
 ) -> tuple[int, int]:
-    """The same with ``allow_hybrid_mode`` (None: yes) on even hosts, else ``(1, R)``. A buffer goes
-    by its own mode.
-    """
+    """The same with hybrid mode (default; a buffer has its own) on even hosts, else ``(1, R)``."""
     if hasattr(group_or_buffer, "get_logical_domain_size"):
         return group_or_buffer.get_logical_domain_size()
     hybrid = allow_hybrid_mode is None or flag("allow_hybrid_mode", allow_hybrid_mode)

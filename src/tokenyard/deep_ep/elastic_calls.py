@@ -89,9 +89,7 @@ def redispatch(
     received: ReceivedIds,
     by_column: bool,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Rows along a known routing, with the ids ``received`` then; and new weights, in an exchange
-    of their own.
-    """
+    """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
     ep, native = inner.ep, inner.native
     recv = native_calls.redispatch(ep, (data, scales), native)
     if weights is not None:

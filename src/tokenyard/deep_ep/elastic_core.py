@@ -1,6 +1,4 @@
-"""What ``ElasticBuffer`` (DeepEP V2.1) and ``EPBuffer`` (V2.5) have in common: one core on native
-objects.
-"""
+"""What ``ElasticBuffer`` (DeepEP V2.1) and ``EPBuffer`` (V2.5) have in common."""
 
 from __future__ import annotations
 
@@ -246,9 +244,7 @@ class CoreBuffer:
     # Collective calls
 
     def _barrier(self, on_comm: tuple[str, Any], with_cpu_sync: Any, sequential: Any) -> None:
-        """A row from every rank to every rank, which the current stream waits for. ``on_comm``:
-        name and value.
-        """
+        """The current stream waits for a row from every rank. ``on_comm``: name and value."""
         natives, later = self._natives.check_open(), flag(*on_comm)
         flag("sequential", sequential)
         on_gpu = torch.cuda.is_initialized()

@@ -19,13 +19,9 @@ says nothing."""
 
 
 class Estimate(NamedTuple):
-    """How a version of DeepEP estimates multiprocessors.
-
-    Attributes:
-        rates: default GB/s of network, NVLink, and reads and writes of one multiprocessor.
-        margin: times what is needed.
-        unit: numbers are a multiple of this.
-        combines: whether combine counts, too.
+    """How a version of DeepEP estimates multiprocessors: default ``rates`` in GB/s (network,
+    NVLink, reads and writes of one), a ``margin`` as a factor, a multiple of ``unit``; whether
+    combine counts.
     """
 
     rates: tuple[float, ...]
@@ -87,11 +83,7 @@ def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
 
 
 def check_rates(rates: dict[str, Any], defaults: tuple[float, ...]) -> tuple[float, ...]:
-    """GB/s as a caller gave them; 0 stands for those of ``defaults``, in the same order.
-
-    Raises:
-        ValueError: one is no number from 0.
-    """
+    """GB/s as a caller gave them; 0 stands for those of ``defaults``, in the same order."""
     for name, value in rates.items():
         if not 0 <= real(value) < math.inf:
             raise ValueError(f"{name} ({value!r}) must be GB/s, 0 (for a default) or more")

@@ -1,6 +1,4 @@
-"""Checks of what callers of DeepEP's V2 buffers pass: each message names the argument, the limit,
-the value and the remedy.
-"""
+"""Checks of what callers of V2 buffers pass; see ``inputs``."""
 
 from __future__ import annotations
 
@@ -91,10 +89,7 @@ def event_of(name: str, given: Any) -> EventHandle | None:
 
 
 def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
-    """Make each of them a bool; None is left to mean the default.
-
-    ``later``: of an asynchronous call. ``copies_handles``: whether this generation can.
-    """
+    """Make each a bool; None means the default. ``later``: of an asynchronous call."""
     for name, value in flags.items():
         if value is not False and value is not True and value is not None:
             flags[name] = flag(name, value)
@@ -154,9 +149,7 @@ def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> 
 def check_cached(
     handle: Any, kind: type[CoreHandle], data: Tensor, routing: Routing, group: Any
 ) -> CoreHandle:
-    """A cached dispatch has its routing from a ``handle`` of this ``kind``, and perhaps new
-    weights.
-    """
+    """A cached dispatch: its routing from a ``handle`` of this ``kind``, perhaps new weights."""
     if routing.topk_idx is not None:
         raise ValueError(
             "topk_idx given together with handle: leave it out, the handle knows the routing"
@@ -222,9 +215,7 @@ def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> t
 def refused(
     natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
 ) -> Exception:
-    """Tell the ranks that are in this fresh dispatch; returns the error to raise. ``most``: tokens
-    per rank that the object of theirs is likely to be made for.
-    """
+    """Tell ranks in a fresh dispatch; returns the error to raise. ``most``: their likely tokens."""
     data = inputs.rows_of(x)
     guess = (
         inputs.columns(data),

@@ -1,6 +1,4 @@
-"""Functions with more arguments than one can name at a glance: the last ones come by keyword, and
-their defaults stand in a table.
-"""
+"""Last arguments of long functions: they come by keyword, and their defaults stand in a table."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
-    """``inspect.signature`` of a function shows ``defaults`` instead of its ``**rest``: frameworks
-    ask it which arguments there are.
-    """
+    """``inspect.signature``, which frameworks ask, shows ``defaults`` instead of ``**rest``."""
 
     def show(function: Function) -> Function:
         known = inspect.signature(function)

@@ -160,9 +160,8 @@ class EPBuffer(CoreBuffer, LoadBalance):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> Any:
-        """As ``ElasticBuffer.combine``. With ``defer_epilogue`` (which needs
-        ``async_with_compute_stream``) it returns the event alone, whose ``current_stream_wait()``
-        returns the sums and the weights.
+        """As ``ElasticBuffer.combine``. With ``defer_epilogue`` it returns the event alone, whose
+        ``current_stream_wait()`` returns the others. Needs ``async_with_compute_stream``.
         """
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
         sms = num_sms, num_qps

@@ -1,6 +1,4 @@
-"""DeepEP's events: points in a CUDA stream that another stream waits for. Without CUDA everything
-has already happened.
-"""
+"""DeepEP's events: points in a CUDA stream that another waits for. Without CUDA all is over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What programs see that import ``deep_ep``: the modules and names of one generation of DeepEP, and
-no others, since frameworks ask for names to see what they can use.
+"""What programs see that import ``deep_ep``: the modules and names of one generation and no others,
+as frameworks ask for names to see what they can use.
 """
 
 from __future__ import annotations
@@ -106,12 +106,8 @@ _TWO_AND_A_HALF: Modules = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What programs see of one.
-
-    Attributes:
-        folder: of the shim that shows it.
-        released: the version of DeepEP whose names these are.
-        modules: which there are.
+    """What programs see of one: the ``folder`` of its shim, the version of DeepEP that was
+    ``released`` with these names, its ``modules``.
     """
 
     folder: str
@@ -139,22 +135,15 @@ GENERATIONS = {
 
 
 def known(name: str, what: str = "--generation") -> Generation:
-    """The generation called ``name``.
-
-    Raises:
-        ValueError: there is none; ``what`` said so.
-    """
+    """The generation called ``name``. ValueError: there is none; ``what`` said so."""
     if name not in GENERATIONS:
         raise ValueError(f"{what} ({name!r}) must be one of {', '.join(GENERATIONS)}")
     return GENERATIONS[name]
 
 
 def present(module: str, generation: str | None = None) -> None:
-    """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and the modules
-    below it.
-
-    Args:
-        generation: its name. Default: what the environment variable says, else 1.
+    """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and those below
+    it. ``generation``: its name; default: what the environment variable says, else 1.
 
     Raises:
         ValueError: there is no such generation.

@@ -44,8 +44,7 @@ def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read. To C code that does not ask it, its items
-    are None.
+    """A tuple whose items are made when they are read. To C code that does not ask, they are None.
 
     Attributes:
         source: the call that returns such, for errors.
@@ -70,9 +69,7 @@ class LazyTuple(tuple[Any, ...]):
         return handle
 
     def keep_for(self, stream: Any) -> None:
-        """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
-        another stream.
-        """
+        """Tell the allocator that calls on ``stream`` read the plan, perhaps memory of another."""
         if stream != self.made_on and stream not in self._kept_for:
             self._kept_for = (*self._kept_for, stream)
             keep_for(tuple(self.native.plan), stream)
@@ -147,11 +144,8 @@ def _same(given: Any, item: Any) -> bool:
 
 
 def of_items(given: Any) -> Any:
-    """The handle whose items a plain tuple (or list) holds; ``given`` itself if it is anything else
-    or none of its items is a handle's.
-
-    Raises:
-        ValueError: only some are, or not in their places.
+    """The handle whose items a plain tuple (or list) holds; ``given`` itself if none of its items
+    is a handle's. ValueError: only some are, or not in their places.
     """
     items: Any = given
     if isinstance(given, LazyTuple) or not isinstance(given, (tuple, list)):

@@ -1,5 +1,5 @@
-"""DeepEP's ``HybridEPBuffer`` (its branch ``hybrid-ep``) on native objects, as Megatron-LM's
-``hybridep``, torchtitan and NeMo Automodel call it.
+"""DeepEP's ``HybridEPBuffer`` (branch ``hybrid-ep``) on native objects, as Megatron-LM, torchtitan
+and NeMo Automodel call it.
 """
 
 from __future__ import annotations
@@ -230,9 +230,7 @@ class HybridEPBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`combine_with_unpermute`, of the rows of :meth:`dispatch`, and ``probs`` in the
-        shape that it returned.
-        """
+        """As :meth:`combine_with_unpermute`, of ``probs`` and rows as of :meth:`dispatch`."""
         return self._combine(hidden, probs, handle, None, HybridHandle)
 
     # Both

@@ -239,7 +239,7 @@ def refused(
     routing: Routing,
     config: BufferConfig,
 ) -> Exception:
-    """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes their
+    """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes the
     first call is about the most picks.
     """
     device = inputs.place(hidden) or inputs.place(routing.routing_map)
@@ -359,9 +359,7 @@ def _payload(given: Given) -> Tensor | Quantized:
 
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
-    """Picks per token that are enough on every rank, a power of two, so that few objects are made:
-    one small row to each rank.
-    """
+    """Picks that suffice for any token of any rank; a power of two, so that objects are few."""
     mine, size, device = most_picks(routing_map), natives.world_size, routing_map.device
     if size > 1:
         table = torch.full((size, COUNT_WORDS), mine, dtype=torch.int32, device=device)

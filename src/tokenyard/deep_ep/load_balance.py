@@ -36,11 +36,8 @@ class _Pair:
 
 
 class LoadBalance(BufferBase):
-    """The part of ``EPBuffer`` that moves weights and gradients of experts.
-
-    Attributes:
-        num_lb_bytes: of ``lb_storage``.
-        lb_storage: uint8, memory for redundant experts; None if there is none.
+    """The part of ``EPBuffer`` that moves weights and gradients of experts. ``lb_storage``: uint8
+    ``[num_lb_bytes]``, memory for redundant experts; None if there is none.
     """
 
     group: dist.ProcessGroup | MemoryGroup
@@ -52,11 +49,7 @@ class LoadBalance(BufferBase):
 
     @staticmethod
     def check_plan(lb_allocation_plan_or_num_bytes: BufferAllocator | int) -> int:
-        """The bytes that it asks for.
-
-        Raises:
-            ValueError: a plan that has its memory, or no whole number of aligned bytes.
-        """
+        """The bytes asked for. ValueError: a plan has its memory, or bytes are not aligned."""
         plan, name = lb_allocation_plan_or_num_bytes, "lb_allocation_plan_or_num_bytes"
         if isinstance(plan, BufferAllocator):
             if plan.materialized:

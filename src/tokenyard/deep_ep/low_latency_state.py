@@ -16,9 +16,7 @@ from tokenyard.engines.known import LOW_LATENCY
 
 
 class LowLatencyState:
-    """What one buffer's objects of low-latency mode keep between calls; masks are the same on all
-    of them.
-    """
+    """A buffer's objects of low-latency mode between calls; all have the same masks."""
 
     group: Any
     rank: int
@@ -34,8 +32,8 @@ class LowLatencyState:
         decode.check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
-        """Where the experts may write their output for ``low_latency_combine(zero_copy=True)``:
-        bf16 ``[L, R * M, H]``, one per handle.
+        """Where experts may write for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M,
+        H]``, one per handle.
         """
         self._natives.check_open()
         known = inputs.check_handle(handle, LowLatencyHandle, self.group)
@@ -48,8 +46,7 @@ class LowLatencyState:
 
         Raises:
             NotSupported: the engine cannot.
-            ValueError: not made with ``enable_shrink=True``, no other rank, or there was no call of
-                this mode yet.
+            ValueError: no ``enable_shrink=True``, no other rank, or no call of this mode yet.
         """
         rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if rank == self.rank:
@@ -67,9 +64,7 @@ class LowLatencyState:
                 ep.unmask(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Write 1 for ranks that are left out and 0 for others into ``mask_status`` (int32
-        ``[R]``). The host does not wait.
-        """
+        """Write 1 for masked ranks, else 0, into ``mask_status`` (int32 ``[R]``); no wait."""
         objects = self._shrinking()
         inputs.array("mask_status", mask_status, "[R]", (self.group_size,), (torch.int32,))
         mask_status.zero_()

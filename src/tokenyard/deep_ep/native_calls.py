@@ -1,6 +1,4 @@
-"""Native dispatches of tensors that were checked in DeepEP's words, so that nobody looks at them a
-second time.
-"""
+"""Native dispatches of tensors that were checked in DeepEP's words, and so no second time."""
 
 from __future__ import annotations
 

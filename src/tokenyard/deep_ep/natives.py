@@ -1,6 +1,4 @@
-"""The native objects behind one ``Buffer``: made at the first call that tells their sizes, and
-kept.
-"""
+"""The native objects behind one ``Buffer``: made by the first call with their sizes, and kept."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ DEFAULT_TIMEOUT = 100.0
 FEWEST_RING_BYTES = 32 << 20
 
 LOW_LATENCY_OBJECTS = 2
-"""Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
-two.
-"""
+"""Objects that take turns: one call of each may be outstanding, and DeepEP allows two."""
 
 
 Sizes = tuple[int, int, int, int, torch.device]
@@ -59,8 +55,8 @@ Guess = tuple[Any, Any, Any, Any, Any]
 
 
 class Turns(NamedTuple):
-    """Objects of low-latency mode, whose turn it is, and a question to each (none with masks):
-    which rank it found silent.
+    """Objects of low-latency mode, whose turn it is, and how to ask each (none with masks) which
+    rank it found silent.
     """
 
     objects: list[ExpertParallel]
@@ -162,9 +158,7 @@ class Natives:
         return self
 
     def whom_normal(self, guess: Guess) -> ExpertParallel | None:
-        """The object of normal mode that the others are likely to call; None if they are likely to
-        make one.
-        """
+        """The object of normal mode that others are likely to call; None: they are to make one."""
         return _nearest(self._normal, guess)
 
     def whom_low_latency(self, guess: Guess) -> ExpertParallel | None:
@@ -175,9 +169,7 @@ class Natives:
     def whom_of(
         self, handle: Any, kind: type[LazyTuple], last: ExpertParallel | None
     ) -> ExpertParallel | None:
-        """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
-        was called if it is no good handle.
-        """
+        """The object of a ``handle`` of this ``kind``, or the ``last`` one called if it is bad."""
         with suppress(ValueError):
             handle = of_items(handle)
         good = isinstance(handle, kind) and of_group(handle.ep, self._group)
@@ -294,9 +286,7 @@ class Natives:
 
 
 def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
-    """What is of these sizes. If some are not known: what agrees with most of the others, of such
-    the last.
-    """
+    """What is of these sizes, or the last that agrees with most of those that are known."""
     known = made.get(guess)
     if known is not None or not made or None not in guess:
         return known

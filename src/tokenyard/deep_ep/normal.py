@@ -239,9 +239,7 @@ def _rows(recv: Received) -> Rows:
 
 
 def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """The first ``num_rows`` rows: static shapes round the worst case up to a multiple of the
-    ranks.
-    """
+    """The first ``num_rows`` rows: static shapes are a multiple of the ranks."""
     x, scales, idx, weights = (
         None if t is None else t[:num_rows]
         for t in (recv.x, recv.scales, recv.topk_idx, recv.topk_weights)
@@ -250,9 +248,7 @@ def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | N
 
 
 def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
-    """``rows`` with those that :func:`_cut` took away; nobody reads them. Another number of rows is
-    the native call's to refuse.
-    """
+    """``rows`` with those that :func:`_cut` took, which nobody reads; others are refused later."""
     if rows.shape[0] != handle.cut_to:
         return rows
     longer = rows.new_empty((handle.native.num_rows, *rows.shape[1:]))
@@ -261,9 +257,7 @@ def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
 
 
 def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
-    """Tokens for each of this rank's experts, from every rank's ``per_expert [E]``: one small row
-    to each rank.
-    """
+    """Tokens for each of this rank's experts, from all ranks' ``per_expert [E]``."""
     size, device, num_experts = natives.world_size, per_expert.device, per_expert.shape[0]
     bounds = expert_bounds(num_experts, size)
     width = -(-num_experts // size)

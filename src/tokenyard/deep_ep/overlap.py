@@ -1,8 +1,6 @@
 """Low-latency combines that forks of DeepEP begin while the experts still compute (SGLang's
-single-batch overlap).
-
-Here such a combine waits for the experts first, and then runs as usual: on GPUs in the stream of
-the call, else on the host.
+single-batch overlap). Here they wait for the experts first: on GPUs in the stream of the call, else
+on the host.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
 
     Raises:
         ValueError: one of them is bad, or the experts are not done in time.
-        NotSupported, TypeError: as :func:`inputs.check_fork`.
     """
     inputs.check_fork("low_latency_combine", given, inputs.LOW_LATENCY_COMBINE)
     if "overlap" not in given:
@@ -192,9 +189,8 @@ def wait(asked: Overlap | None) -> None:
 
 
 def hook_of(asked: Overlap | None, hook: Callable[[], None] | None) -> Callable[[], None] | None:
-    """``hook``, on the stream of the call if that had ``overlap=``, as in DeepEP: SGLang makes
-    such a call on a stream of its own, and lets the two streams wait for each other around the
-    hook.
+    """``hook``, on the stream of an ``overlap=`` call, as in DeepEP: SGLang makes such calls on a
+    stream of its own, and lets the two wait for each other around the hook.
     """
     if asked is None or hook is None or not torch.cuda.is_initialized():
         return hook

@@ -19,11 +19,7 @@ class Scratch:
         self._held: dict[bool, Tensor] = {}
 
     def tensor(self, dtype: Any, size: Any, offset: Any, use_rdma_buffer: Any) -> Tensor:
-        """``size`` elements (None: all that follow) from element ``offset``.
-
-        Raises:
-            ValueError: there are not so many.
-        """
+        """``size`` elements (None: all that follow) from element ``offset``, if there are."""
         rdma = flag("use_rdma_buffer", use_rdma_buffer)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")

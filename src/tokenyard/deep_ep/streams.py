@@ -1,8 +1,5 @@
-"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at
-their end.
-
-The results exist at once and are good for a stream that waited for the event. On the CPU a call is
-over when it returns.
+"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at the
+end. Results exist at once; a stream waits for the event. A call on the CPU returns when it is over.
 """
 
 from __future__ import annotations
@@ -49,9 +46,7 @@ class Streams:
         self._ready: Any = None
 
     def comm(self) -> Any:
-        """The communication stream, of the device that was current at first; without CUDA one that
-        stands for nothing.
-        """
+        """The communication stream, of the first current device; without CUDA a stand-in."""
         if self._comm is None:
             if not torch.cuda.is_available():
                 return torch.cpu.Stream()

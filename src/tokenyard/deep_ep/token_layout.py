@@ -25,9 +25,7 @@ MOST_COMPARED = 4096
 
 def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody
-    waits for the device here.
-
-    One launch on a GPU where kernels can be made, else by torch.
+    waits for the device here. One launch on a GPU where kernels can be made, else by torch.
     """
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
         launch = bound(

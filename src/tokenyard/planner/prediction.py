@@ -109,9 +109,7 @@ def plan(
 def _calls(
     engine: str, back: bool, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
 ) -> list[Call]:
-    """Combines if ``back``, else dispatches: the engine's own, engine collective's and, where that
-    goes another way, one flat exchange at its rates.
-    """
+    """Combines if ``back``, else dispatches: the engine's, collective's, a flat one's."""
     terms = {
         (name, engine): price(work, rows, sizes, rates)
         for name, price in PRICES[engine].items()
@@ -156,13 +154,10 @@ def scaling(
     workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES
 ) -> tuple[list[Plan], dict[int, ValueError]]:
     """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on
-    each GPU.
-
-    All have the same number of experts: at least one per GPU of the largest.
+    each GPU and the same number of experts: at least one per GPU of the largest.
 
     Returns:
-        The plans, at least one; and, by number of GPUs, why other machines have none (see
-            :func:`plan`).
+        The plans; and, by number of GPUs, why other machines have none (see :func:`plan`).
 
     Raises:
         ValueError: none of them has one.

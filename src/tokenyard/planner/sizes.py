@@ -1,6 +1,4 @@
-"""Channels, chunks and rings as the engines themselves choose them. Neither Triton nor a GPU is
-needed.
-"""
+"""Channels, chunks and rings as engines choose them. Neither Triton nor a GPU is needed."""
 
 from __future__ import annotations
 
@@ -58,11 +56,7 @@ class Sizes:
 
 
 def recorded_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all.
-
-    Raises:
-        ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
-    """
+    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all."""
     ranks, sms = workload.gpus_per_node, workload.sms
     every = sms == workload.most_sms
     least = ranks if every else 2 * ranks
@@ -83,11 +77,7 @@ def recorded_sizes(workload: Workload) -> Sizes:
 
 
 def nvlink_sizes(workload: Workload) -> Sizes:
-    """Sizes that engine ``nvlink`` takes.
-
-    Raises:
-        ValueError: rings that hold less than two rows, or too many ranks.
-    """
+    """Sizes of engine ``nvlink``. ValueError: rings hold less than two rows, or too many ranks."""
     ranks, sms = workload.gpus_per_node, workload.sms
     if why := too_many(ranks):
         raise ValueError(why)
@@ -123,11 +113,7 @@ def _programs(tuning: Tuning, grid: Topology) -> int:
 
 
 def twolevel_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``twolevel``.
-
-    Raises:
-        ValueError: rings that hold less than two rows.
-    """
+    """Sizes of engine ``twolevel``. ValueError: rings that hold less than two rows."""
     grid, buffer_bytes = workload.grid, workload.buffer_bytes
     channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
     all_sms = workload.sms == workload.most_sms

@@ -56,9 +56,7 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Let each row of ``x`` hold its distinct values from 0 to ``num_slots - 1``, the largest
-    first, then -1.
-    """
+    """Let each row of ``x`` hold its values from 0 to ``num_slots - 1`` once, falling, then -1."""
     known = torch.where(x < 0, num_slots, x)
     found = torch.zeros(len(x), num_slots + 1, dtype=torch.bool, device=x.device)
     found.scatter_(1, known, True)

@@ -34,9 +34,7 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Mean, least and most seconds of a call, without the first measured one: by CUDA events, on
-    the CPU by its clock.
-    """
+    """Mean, least and most seconds, by CUDA events or the clock, without the first call."""
     for _ in range(num_warmups):
         fn()
     stamps: list[tuple[Any, Any]] = []

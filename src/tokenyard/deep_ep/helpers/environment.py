@@ -80,15 +80,11 @@ def init_dist(
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Nothing: no engine here needs NVLink, so no pair of GPUs is refused. ``tokenyard doctor``
-    tells which reach each other.
-    """
+    """Nothing: no engine needs NVLink. ``tokenyard doctor`` tells which GPUs reach each other."""
 
 
 def check_torch_deterministic() -> None:
-    """Nothing: results are filled and written in one stream, so deterministic algorithms with
-    ``fill_uninitialized_memory``, which DeepEP refuses, do no harm.
-    """
+    """Nothing: ``fill_uninitialized_memory``, which DeepEP refuses, does no harm in one stream."""
 
 
 def get_sm_read_gbs() -> float:
