@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tokenyard import autograd, gradients
-from tokenyard.autograd import Call
 from tokenyard.deep_ep import native_calls, normal
 from tokenyard.deep_ep.elastic_handle import (
     CoreHandle,
@@ -94,7 +93,7 @@ def redispatch(
     recv = native_calls.redispatch(ep, (data, scales), native)
     if weights is not None:
         ids, rows = received.known(), native.num_rows
-        weights = gradients.weights_there(_call(inner), weights.float(), ids, rows)
+        weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, rows)
     return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
@@ -106,13 +105,7 @@ def combine(
     if weights is None or native.layout is Layout.FLAT:
         return normal.combine(x, inner, weights, terms)
     reduce = gradients.by_arrival(weights.float(), native.plan, native.spec, None)
-    return autograd.combine(_call(inner), x, None, reduce, terms)
-
-
-def _call(inner: NormalHandle) -> Call:
-    """Calls along the plan of a handle, in any order of rows."""
-    native, calls = inner.native, inner.ep._calls  # pyright: ignore[reportPrivateUsage]
-    return Call(calls, native.spec, plan=native.plan)
+    return autograd.combine(native_calls.along(inner), x, None, reduce, terms)
 
 
 def _rows(recv: Received, by_column: bool) -> Rows:

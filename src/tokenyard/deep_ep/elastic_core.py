@@ -96,7 +96,6 @@ class CoreBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
             self.rank_idx, self.num_scaleup_ranks
         )
-        self._sms: dict[tuple[int, int], int] = {}
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
         rings = self.num_bytes - self.num_bytes % elastic_facts.HINT_UNIT
         self._natives = Natives(group, self.rank_idx, self.num_ranks, rings, timeout=self._timeout)
@@ -227,14 +226,6 @@ class CoreBuffer:
         how = rates, overlaps, self._estimate
         return elastic_facts.theoretical_num_sms(experts, picks, *domains, *how)
 
-    def _usual_sms(self, experts: int, picks: int) -> int:
-        """Of a call that does not say."""
-        known = self._sms.get((experts, picks))
-        if known is None:
-            known = self._num_sms(experts, picks, self._estimate.rates)
-            self._sms[experts, picks] = known
-        return known
-
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs that DeepEP takes for ``num_sms``; here nothing takes any."""
         number = whole("num_sms", num_sms)
@@ -255,7 +246,7 @@ class CoreBuffer:
             torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         )
         like = torch.zeros(natives.world_size, COUNT_WORDS, device=device)
-        _, event = self._streams.run(_meet_peers, (natives, like), like, None, later)
+        _, event = self._streams.run(natives.swap, (like, False), like, None, later)
         if event.event is not None:
             event.current_stream_wait()
         if syncs:
@@ -305,7 +296,7 @@ class CoreBuffer:
         idx: Tensor = routing.topk_idx
         num_experts, most, alignment, num_sms = fresh
         exact = flags["do_cpu_sync"] is not False
-        num_sms = num_sms or self._usual_sms(num_experts, idx.shape[1])
+        num_sms = num_sms or self._num_sms(num_experts, idx.shape[1], self._estimate.rates)
         num_sms += num_sms % self._sms_together
         expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
         shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
@@ -367,9 +358,3 @@ class CoreBuffer:
             elastic_calls.combine, given, x, after, later, inner
         )
         return combined, weights, event
-
-
-def _meet_peers(natives: Natives, rows: Tensor) -> None:
-    size, width = rows.shape
-    everyone = torch.arange(size, device=rows.device).unsqueeze(1)
-    natives.counting(width, rows.device).dispatch(rows, everyone, exact=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -18,6 +19,28 @@ from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.load_balance import LoadBalance
+from tokenyard.errors import NotSupported
+
+
+class BufferBase(ABC):
+    """A communication buffer. ``explicitly_destroy``: echoed; ``runtime``: None once destroyed."""
+
+    explicitly_destroy: bool = False
+    runtime: Any = None
+
+    @property
+    def main_context(self) -> Any:
+        """(the communicator of DeepEP's compiled runtime) Not supported."""
+        raise NotSupported("main_context: there is no compiled runtime here; use .group")
+
+    def print_memory_usage(self) -> None:
+        """(of DeepEP's compiled runtime) Not supported."""
+        raise NotSupported("print_memory_usage(): use `tokenyard plan`, or torch.cuda.memory_*()")
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Let go of connections and memory."""
+
 
 EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
 """The last arguments of a dispatch."""
@@ -48,7 +71,7 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class EPBuffer(CoreBuffer, LoadBalance):
+class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
     """Dispatch and combine with the names of DeepEP V2.5, on any group of any size, CPU and CUDA
     tensors alike.
 

@@ -43,7 +43,7 @@ _ENVIRONMENT = (
 )
 _HELPERS: Modules = {
     "deep_ep.utils": {},
-    "deep_ep.utils.envs": {"helpers.environment": _ENVIRONMENT, "domains": _SIZES},
+    "deep_ep.utils.envs": {"helpers.environment": _ENVIRONMENT, "helpers.communication": _SIZES},
     "deep_ep.utils.event": _EVENTS,
     "deep_ep.utils.find_pkgs": {"helpers.missing": "find_pkg_root find_nccl_root"},
     "deep_ep.utils.gate": {"helpers.scores": "get_unbalanced_scores get_scores_by_factor"},
@@ -62,7 +62,7 @@ _HELPERS: Modules = {
 }
 _NCCL = "NCCLCommHandle destroy_all_managed_nccl_comm get_nccl_comm_handle"
 _TWO: Modules = {
-    "deep_ep": _V1 | {"elastic": "ElasticBuffer EPHandle", "domains": _SIZES},
+    "deep_ep": _V1 | {"elastic": "ElasticBuffer EPHandle", "helpers.communication": _SIZES},
     "deep_ep._C": _COMPILED,
     "deep_ep.buffers": {},
     "deep_ep.buffers.elastic": {"elastic": "ElasticBuffer EPHandle"},
@@ -74,32 +74,30 @@ _TWO: Modules = {
 _ALIGNMENTS = "get_num_allocation_alignment get_num_rdma_alignment get_num_tma_alignment"
 _TWO_AND_A_HALF: Modules = {
     "deep_ep": {
-        "ep_buffer": "EPBuffer EPHandle",
+        "ep_buffer": "BufferBase EPBuffer EPHandle",
         "allocator": f"BufferAllocator {_ALIGNMENTS}",
-        "buffer_base": "BufferBase",
         "helpers.missing": "BucketBuffer BucketSession EngramBuffer PPBuffer "
         "destroy_all_managed_nccl_comm",
-        "domains": _SIZES,
+        "helpers.communication": _SIZES,
         **_EVENTS,
         "": "topk_idx_t",
     },
     "deep_ep._C": {"allocator": _ALIGNMENTS, "events": "EventHandle", "": "topk_idx_t"},
     "deep_ep.buffers": {},
     "deep_ep.buffers.allocator": {"allocator": "BufferAllocator"},
-    "deep_ep.buffers.base": {"buffer_base": "BufferBase"},
+    "deep_ep.buffers.base": {"ep_buffer": "BufferBase"},
     "deep_ep.buffers.bucket": {"helpers.missing": "BucketBuffer BucketSession"},
     "deep_ep.buffers.engram": {"helpers.missing": "EngramBuffer"},
     "deep_ep.buffers.ep": {"ep_buffer": "EPBuffer EPHandle"},
     "deep_ep.buffers.pp": {"helpers.missing": "PPBuffer"},
     "deep_ep.comm": {
-        "helpers.communication": "barrier get_comm_stream",
+        "helpers.communication": f"barrier get_comm_stream {_SIZES}",
         "helpers.missing": _NCCL,
-        "domains": _SIZES,
     },
     **_HELPERS,
     "deep_ep.utils.envs": {
         "helpers.environment": f"{_ENVIRONMENT} get_sm_read_gbs get_sm_write_gbs",
-        "domains": _SIZES,
+        "helpers.communication": _SIZES,
     },
 }
 

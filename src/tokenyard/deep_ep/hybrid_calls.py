@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tokenyard import gradients
 from tokenyard.arguments import LARGEST, MOST_PICKS
-from tokenyard.autograd import Call
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.hybrid_config import BufferConfig
 from tokenyard.deep_ep.hybrid_routing import (
@@ -24,6 +23,7 @@ from tokenyard.deep_ep.hybrid_routing import (
     weights_of,
 )
 from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.native_calls import along
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
 from tokenyard.header import DISPATCH
@@ -210,7 +210,11 @@ def check_combine(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows and their weights."""
     native, config = handle.native, handle.ep.config
-    rows, device, permuted = native.num_rows, native.plan.returns.device, _is_permuted(handle)
+    rows, device, permuted = (
+        native.num_rows,
+        native.plan.returns.device,
+        isinstance(handle, PermutedHandle),
+    )
     meaning = "[N, H], the rows that the dispatch brought"
     inputs.array("hidden", hidden, meaning, (rows, config.hidden), FLOAT_DTYPES, device)
     if pad_multiple is not None:
@@ -222,10 +226,6 @@ def check_combine(
     known = (rows,) if permuted else (rows, width)
     inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, device)
     return hidden, probs.float()
-
-
-def _is_permuted(handle: HybridHandle) -> bool:
-    return isinstance(handle, PermutedHandle)
 
 
 # Refusals: the ranks that are in the call learn why
@@ -308,7 +308,7 @@ def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
     weights, probs = given.weights(handle.topk_idx), None
     if weights is not None:
         ids, rows = native.arrived.topk_idx, native.num_rows
-        probs = gradients.weights_there(_along(handle), weights, ids, rows)
+        probs = gradients.weights_there(along(handle), weights, ids, rows)
     return _dispatched(given, recv, probs, handle, waits)
 
 
@@ -316,7 +316,7 @@ def _dispatched(
     given: Given, recv: Received, probs: Tensor | None, handle: HybridHandle, waits: bool
 ) -> Dispatched:
     rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
-    if not _is_permuted(handle):
+    if not isinstance(handle, PermutedHandle):
         there = None if probs is None else to_node(handle, probs)
         return Dispatched(rows, there, recv.scales, None, handle)
     return Dispatched(rows, probs, recv.scales, _padded_counts(handle, waits), handle)
@@ -339,19 +339,13 @@ def combine(
     native = handle.native
     if probs is None:
         return handle.ep.combine(hidden, native), None
-    if _is_permuted(handle):
-        combined, weights = gradients.of_dispatch(_along(handle), hidden, probs, None)
+    if isinstance(handle, PermutedHandle):
+        combined, weights = gradients.of_dispatch(along(handle), hidden, probs, None)
     else:
         summed: Any = handle.ep.combine(hidden, native, reduce_weights=from_node(handle, probs))
         combined, weights = summed.x, summed.topk_weights
     assert combined is not None and weights is not None
     return combined, to_experts(handle, weights)
-
-
-def _along(handle: HybridHandle) -> Call:
-    """The object's calls along a routing that its backwards make, too."""
-    calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
-    return Call(calls, handle.native.spec, plan=handle.native.plan)
 
 
 def _payload(given: Given) -> Tensor | Quantized:
@@ -360,10 +354,8 @@ def _payload(given: Given) -> Tensor | Quantized:
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
     """Picks that suffice for any token of any rank; a power of two, so that objects are few."""
-    mine, size, device = most_picks(routing_map), natives.world_size, routing_map.device
-    if size > 1:
-        table = torch.full((size, COUNT_WORDS), mine, dtype=torch.int32, device=device)
-        ranks = torch.arange(size, device=device).unsqueeze(1)
-        recv = natives.counting(COUNT_WORDS, device).dispatch(table.view(torch.float32), ranks)
-        mine = int(recv.x.view(torch.int32).max())
+    mine, shape = most_picks(routing_map), (natives.world_size, COUNT_WORDS)
+    if natives.world_size > 1:
+        table = torch.full(shape, mine, dtype=torch.int32, device=routing_map.device)
+        mine = int(natives.swap(table).max())
     return power_of_two_at_least(max(mine, 1))

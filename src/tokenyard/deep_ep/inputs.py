@@ -283,27 +283,17 @@ _EAGER = {
     "eager_support": "an eager mode: leave it out",
     "use_eager": "an eager mode: leave it out",
 }
-CONSTRUCTOR = _EAGER | {
-    "allow_nvlink_for_normal_mode": "",
-    "num_nvl_peers": "",
-    "use_default_stream_as_comm_stream": "",
-}
+CONSTRUCTOR = _EAGER | dict.fromkeys(
+    ("allow_nvlink_for_normal_mode", "num_nvl_peers", "use_default_stream_as_comm_stream"), ""
+)
 LOW_LATENCY_DISPATCH = _EAGER | {
     "use_nvfp4": "NVFP4 rows: use_fp8 or BF16",
     "use_ue8m0_for_sf": "scales of NVFP4 rows: use_fp8, with round_scale and use_ue8m0",
     "x_global_scale": "",
     "topk_weights": "",
 }
-LOW_LATENCY_COMBINE = _EAGER | {
-    "overlap": "",
-    "packed_recv_count": "",
-    "comp_signal": "",
-    "block_m": "",
-    "threshold": "",
-    "num_sms": "",
-    "src_signals": "",
-    "src_signal_expect_value": "",
-}
+_SIGNALS = "packed_recv_count comp_signal block_m threshold src_signals src_signal_expect_value"
+LOW_LATENCY_COMBINE = _EAGER | dict.fromkeys(("overlap", "num_sms", *_SIGNALS.split()), "")
 """Name by what it would switch on; empty: means nothing by itself."""
 
 

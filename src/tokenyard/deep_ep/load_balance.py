@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.allocator import BufferAllocator, get_num_allocation_alignment
-from tokenyard.deep_ep.buffer_base import BufferBase
 from tokenyard.deep_ep.elastic_inputs import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import REFUSED, whole
@@ -35,13 +34,14 @@ class _Pair:
     own: Tensor
 
 
-class LoadBalance(BufferBase):
+class LoadBalance:
     """The part of ``EPBuffer`` that moves weights and gradients of experts. ``lb_storage``: uint8
     ``[num_lb_bytes]``, memory for redundant experts; None if there is none.
     """
 
     group: dist.ProcessGroup | MemoryGroup
     num_nvlink_ranks: int
+    runtime: Any
     _streams: Streams
     num_lb_bytes: int = 0
     lb_storage: Tensor | None = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
@@ -111,6 +112,12 @@ class Natives:
         """The object by which each rank gives each other one row of ``width`` words."""
         sizes = self._counted(width, device)
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
+
+    def swap(self, words: Tensor, exact: bool = True) -> Tensor:
+        """Row ``n`` of ``words [R, width]``, of 4 bytes each, to rank ``n``; what came, by rank."""
+        to = torch.arange(self.world_size, device=words.device).unsqueeze(1)
+        ep = self.counting(words.shape[1], words.device)
+        return ep.dispatch(words.view(torch.float32), to, exact=exact).x.view(words.dtype)
 
     def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
         """The one that the others are likely to call; None if they are likely to make one."""

@@ -258,15 +258,12 @@ def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
 
 def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
     """Tokens for each of this rank's experts, from all ranks' ``per_expert [E]``."""
-    size, device, num_experts = natives.world_size, per_expert.device, per_expert.shape[0]
+    size, num_experts = natives.world_size, per_expert.shape[0]
     bounds = expert_bounds(num_experts, size)
     width = -(-num_experts // size)
     width += -width % COUNT_WORDS
-    table = torch.zeros(size, width, dtype=torch.int32, device=device)
+    table = torch.zeros(size, width, dtype=torch.int32, device=per_expert.device)
     for rank in range(size):
         table[rank, : bounds[rank + 1] - bounds[rank]] = per_expert[bounds[rank] : bounds[rank + 1]]
-    recv = natives.counting(width, device).dispatch(
-        table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1)
-    )
     mine = bounds[natives.rank + 1] - bounds[natives.rank]
-    return host_ints(recv.x.view(torch.int32).sum(0)[:mine])
+    return host_ints(natives.swap(table).sum(0)[:mine])
