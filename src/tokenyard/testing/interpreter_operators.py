@@ -224,47 +224,6 @@ def _rest(other: Any, kind: Any, pointer: Any) -> TensorHandle | None:
     )
 
 
-def _store(slow: Operator) -> Operator:
-    def store(
-        semantic: Any, pointer: Any, value: Any, mask: Any, bounds: Any, cache: Any, eviction: Any
-    ) -> Any:
-        if (
-            _is_plain_access(pointer, mask, bounds, cache, eviction)
-            and value.dtype is pointer.dtype.element_ty
-            and value.shape is pointer.shape
-        ):
-            build, where = semantic.builder, pointer.handle
-            if mask is None:
-                done = build.create_store(where, value.handle, cache, eviction)
-            else:
-                done = build.create_masked_store(where, value.handle, mask.handle, cache, eviction)
-            return semantic.tensor(done, tl.void)
-        return slow(semantic, pointer, value, mask, bounds, cache, eviction)
-
-    return store
-
-
-def _where(slow: Operator) -> Operator:
-    def where(semantic: Any, condition: Any, left: Any, right: Any) -> Any:
-        tensors = [each for each in (left, right) if type(each) is tl.core.tensor]
-        kind = tensors[0].dtype if tensors else None
-        if condition.dtype is not tl.int1 or id(kind) not in PLAIN:
-            return slow(semantic, condition, left, right)
-        shape, values = shape_of(condition), list[Any]()
-        for each in (left, right):
-            number = None if type(each) is tl.core.tensor else number_of(each)
-            if number is not None and id(kind) in INTEGERS:
-                values.append(_array_of(number, kind is tl.int64))
-            elif type(each) is tl.core.tensor and each.dtype is kind:
-                shape = shape and shape.beside(shape_of(each))
-                values.append(each.handle.data)
-        if shape is None or len(values) < 2:
-            return slow(semantic, condition, left, right)
-        return wrapped(np.where(condition.handle.data, *values), kind, shape)
-
-    return where
-
-
 OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__add__": _add,
     "__radd__": lambda slow: _binary(np.add, slow, INTEGERS, swapped=True),
@@ -288,11 +247,7 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
 }
 
 
-CALLS: dict[str, Callable[[Operator], Operator]] = {
-    "load": _load,
-    "store": _store,
-    "where": _where,
-}
+CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load}
 """What functions of the language ask of its semantic."""
 
 

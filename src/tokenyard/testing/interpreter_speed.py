@@ -166,21 +166,6 @@ def _to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_tensor
 
 
-def _pointer_type(original: Callable[..., None]) -> Callable[..., None]:
-    names: dict[Any, str] = {}
-
-    def init(self: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> None:
-        known = names.get(element_ty.name) if type(element_ty) is tl.core.dtype else None
-        if known is None or const:
-            original(self, element_ty, address_space, const)
-            names[self.element_ty.name] = f"pointer<{self.element_ty}>"
-        else:
-            self.element_ty, self.address_space = element_ty, address_space
-            self.const, self.name = const, known
-
-    return init
-
-
 def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
     known: dict[str, np.dtype] = {}
 
@@ -255,7 +240,6 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     )
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
     replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
-    replace(tl.core.pointer_type, "__init__", _pointer_type(tl.core.pointer_type.__init__))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(ConstexprFunction, "__call__", _call_constexpr)
