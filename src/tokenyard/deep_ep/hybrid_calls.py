@@ -114,8 +114,7 @@ def check_dispatch(
     if shape.rows is not None and tokens > most:
         raise ValueError(
             f"hidden has {tokens} tokens, but max_num_of_tokens_per_rank is {most}, which bounds "
-            f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks "
-            f"alike"
+            f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks alike"
         )
     return Given(data, scales, as_bytes, shape, experts, routing)
 

@@ -69,8 +69,7 @@ def read(path: Path) -> list[Point]:
     if not points:
         raise ValueError(
             f"rates ({path}) has no time of engine nvlink or collective with uniform routing and "
-            f"layout flat: "
-            "run tokenyard bench --skew uniform --layout flat --json FILE"
+            f"layout flat: run tokenyard bench --skew uniform --layout flat --json FILE"
         )
     return points
 

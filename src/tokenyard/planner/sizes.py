@@ -168,9 +168,8 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tunin
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
         raise ValueError(
-            f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 "
-            f"rows of {row} bytes must fit: "
-            f"make it at least {_least_bytes(workload, cuts.channels)}"
+            f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 rows "
+            f"of {row} bytes must fit: make it at least {_least_bytes(workload, cuts.channels)}"
         )
     return Ring(
         name=name,

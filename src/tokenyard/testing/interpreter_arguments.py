@@ -22,8 +22,7 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
     if not isinstance(kernel, interpreter.InterpretedFunction):
         raise ValueError(
             f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
-            f"set TRITON_INTERPRET=1 before "
-            "anything imports triton"
+            f"set TRITON_INTERPRET=1 before anything imports triton"
         )
     constants = with_defaults(kernel, constants)
     if len(args) != len(names.args) or set(constants) != set(names.constants):
@@ -36,8 +35,7 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
         if not isinstance(value, Integral):
             raise ValueError(
                 f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
-                f"numbers: give tensors by their "
-                "data_ptr(), and other numbers as constants"
+                f"numbers: give tensors by their data_ptr(), and other numbers as constants"
             )
     _rewrite(kernel, interpreter.InterpretedFunction)
     return {
