@@ -255,7 +255,7 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
     known.last_normal = static
     assert (
         normal.refused(known, error, x, object(), routing)
-        is normal.refused_combine(known, error, None)
+        is known.refused_with(error, None, NormalHandle, COMBINE)
         is error
     )
     assert static.told == [(CACHED, True), (COMBINE, True)]

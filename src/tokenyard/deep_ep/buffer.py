@@ -21,6 +21,7 @@ from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.scratch import Scratch
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
+from tokenyard.header import COMBINE
 
 
 class Buffer(LowLatencyState):
@@ -264,7 +265,7 @@ class Buffer(LowLatencyState):
                 known = inputs.check_handle(handle, NormalHandle, self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
-            raise normal.refused_combine(natives, error, handle) from None
+            raise natives.refused_with(error, handle, NormalHandle, COMBINE) from None
         natives.last_normal = known.ep
         arguments = x, known, topk_weights, terms
         (combined, weights), event = self._streams.run(
@@ -381,7 +382,7 @@ class Buffer(LowLatencyState):
                 )
                 experts = overlap.checked(fork, known)
         except inputs.REFUSED as error:
-            raise decode.refused_combine(natives, error, handle) from None
+            raise natives.refused_with(error, handle, LowLatencyHandle, COMBINE) from None
         natives.last_low_latency = known.ep
         arguments = (rows, known, topk_weights, out, waits, experts, hooked)
         (combined, hook), event = self._streams.run(

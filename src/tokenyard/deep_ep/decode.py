@@ -19,7 +19,7 @@ from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives,
 from tokenyard.deep_ep.overlap import Overlap, hook_of
 from tokenyard.deep_ep.overlap import wait as wait_for
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.header import DISPATCH
 from tokenyard.results import by_column
 from tokenyard.routing import expert_bounds
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
@@ -155,12 +155,6 @@ def refused(
         inputs.place(x),
     )
     return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
-
-
-def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
-    """The same of a combine, whose handle says on which object."""
-    whom = natives.whom_of(handle, LowLatencyHandle, natives.last_low_latency)
-    return natives.refused(error, whom, COMBINE)
 
 
 def dispatch(

@@ -143,16 +143,9 @@ class ElasticBuffer(CoreBuffer):
                 None; the handle; the event (None in it unless ``async_with_compute_stream``).
         """
         flags = rest_of("dispatch", flags, DISPATCH_FLAGS)
-        routing = Routing(
-            topk_idx,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            num_experts,
-            num_max_tokens_per_rank,
-            expert_alignment,
-            num_sms,
-            num_qps,
-        )
+        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
+        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+        routing = Routing(*picks, *sizes, num_sms, num_qps)
         later = async_with_compute_stream, allocate_on_comm_stream
         when = previous_event, previous_event_before_epilogue, *later
         return self._dispatch(x, handle, routing, when, flags)

@@ -15,12 +15,14 @@ from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_inputs, inpu
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.elastic_inputs import Routing, When
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives, timeout_of
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams, in_words_of_deep_ep
 from tokenyard.errors import NotSupported
+from tokenyard.header import CACHED, COMBINE
 from tokenyard.rendezvous import agree, group_store
 from tokenyard.topology import settle_topology, this_host
 
@@ -324,11 +326,16 @@ class CoreBuffer:
     def _refused(
         self, error: Exception, x: Any, handle: Any, routing: Routing, flags: dict[str, Any]
     ) -> Exception:
-        natives = self._natives
         if handle is not None:
-            return elastic_inputs.refused_known(natives, error, handle, self._kind, True)
+            return self._refused_known(error, handle, CACHED)
         exact = flags["do_cpu_sync"] is not False
-        return elastic_inputs.refused(natives, error, x, routing, exact, self._object_tokens())
+        most = self._object_tokens()
+        return elastic_inputs.refused(self._natives, error, x, routing, exact, most)
+
+    def _refused_known(self, error: Exception, handle: Any, op: int) -> Exception:
+        """Of a call with a handle, whose object other ranks call if it is one of this kind."""
+        inner = handle.inner if isinstance(handle, self._kind) else None
+        return self._natives.refused_with(error, inner, NormalHandle, op)
 
     def _combine(
         self,
@@ -349,8 +356,7 @@ class CoreBuffer:
                 elastic_inputs.check_handle(handle, self._kind, self.group)
                 terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
-            kind = self._kind
-            raise elastic_inputs.refused_known(natives, error, handle, kind, False) from None
+            raise self._refused_known(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
         given = x, inner, topk_weights, terms

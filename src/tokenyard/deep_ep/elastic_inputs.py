@@ -14,7 +14,7 @@ from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import array, flag, likely, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import DISPATCH
 from tokenyard.types import FLOAT_DTYPES
 
 When = tuple[Any, Any, Any, Any]
@@ -225,12 +225,3 @@ def refused(
         inputs.place(data),
     )
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
-
-
-def refused_known(
-    natives: Natives, error: Exception, handle: Any, kind: type[CoreHandle], cached: bool
-) -> Exception:
-    """The same of a call with a handle, whose object they call if it is one of this ``kind``."""
-    inner = handle.inner if isinstance(handle, kind) else None
-    whom = natives.whom_of(inner, NormalHandle, natives.last_normal)
-    return natives.refused(error, whom, CACHED if cached else COMBINE)

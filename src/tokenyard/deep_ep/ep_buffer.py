@@ -156,16 +156,9 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
             Rows, ids, weights, handle and event, or the event.
         """
         flags = rest_of("dispatch", flags, EP_DISPATCH_FLAGS)
-        routing = Routing(
-            topk_idx,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            num_experts,
-            num_max_tokens_per_rank,
-            expert_alignment,
-            num_sms,
-            num_qps,
-        )
+        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
+        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+        routing = Routing(*picks, *sizes, num_sms, num_qps)
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
         result = self._dispatch(x, handle, routing, when, flags)
         return deferred(result) if flags["defer_epilogue"] else result

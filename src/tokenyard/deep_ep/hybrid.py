@@ -194,7 +194,7 @@ class HybridEPBuffer:
             _waiting(old, False)
             flag("fuse_unpermute_combine", fuse_unpermute_combine)
         except inputs.REFUSED as error:
-            raise calls.refused_with(self._natives, error, handle, COMBINE) from None
+            raise self._natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         return self._combine(hidden, probs, handle, pad_multiple, PermutedHandle)
 
     # Without
@@ -273,7 +273,7 @@ class HybridEPBuffer:
                 known = _checked(handle, kind, self.group)
                 rows, weights = calls.check_combine(hidden, probs, pad_multiple, known)
         except inputs.REFUSED as error:
-            raise calls.refused_with(natives, error, handle, COMBINE) from None
+            raise natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         natives.last_normal = known.ep
         run, arguments = self._streams.run, (rows, weights, known)
         return run(calls.combine, arguments, rows, None, False, known)[0]
@@ -287,7 +287,7 @@ class HybridEPBuffer:
         handle: Any,
     ) -> Exception:
         if handle is not None:
-            return calls.refused_with(self._natives, error, handle, CACHED)
+            return self._natives.refused_with(error, handle, HybridHandle, CACHED)
         return calls.refused(self._natives, error, hidden, shape, routing, self.config)
 
 

@@ -251,11 +251,6 @@ def refused(
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, not static)
 
 
-def refused_with(natives: Natives, error: Exception, handle: Any, op: int) -> Exception:
-    """Tell those in a call with a handle."""
-    return natives.refused(error, natives.whom_of(handle, HybridHandle, natives.last_normal), op)
-
-
 # Calls
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, kind_for, of_items
+from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -104,7 +104,7 @@ class Natives:
         """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
         known = self._normal.get(sizes)
         if known is None:
-            known = self._new_bounded(sizes) if bounded else self._new_normal(self._normal, sizes)
+            known = self._new_normal(self._normal, sizes, bounded)
         self.last_normal = known
         return known
 
@@ -126,10 +126,14 @@ class Natives:
     def _counted(self, width: int, device: Any) -> Sizes:
         return width, self.world_size, 1, self.world_size, device
 
-    def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
+    def _new_normal(
+        self, made: dict[Sizes, ExpertParallel], sizes: Sizes, bounded: bool = False
+    ) -> ExpertParallel:
         allowed = self.num_sms if sizes[-1].type == "cuda" else None
         num_sms = max(allowed, 2 * self.world_size) if allowed else None  # engines need as many
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes, num_sms)
+        enough = rings_for(sizes[3], sizes[0], self.world_size) if bounded else RING_BYTES
+        rings = min(self._ring_bytes or enough, enough) if bounded else self._ring_bytes
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, rings, num_sms)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
@@ -204,14 +208,14 @@ class Natives:
             known: Any = error
             return ep._calls.refuse(op, exact, known)  # pyright: ignore[reportPrivateUsage]
 
-    # Making them
+    def refused_with(
+        self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
+    ) -> Exception:
+        """The same of a call with a ``handle`` of this ``kind``."""
+        last = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
+        return self.refused(error, self.whom_of(handle, kind, last), op)
 
-    def _new_bounded(self, sizes: Sizes) -> ExpertParallel:
-        hidden, _, _, tokens, _ = sizes
-        enough = rings_for(tokens, hidden, self.world_size)
-        ring_bytes = min(self._ring_bytes or enough, enough)
-        self._normal[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
-        return self._normal[sizes]
+    # Making them
 
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
         made: list[ExpertParallel] = []

@@ -12,7 +12,7 @@ from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.handles import NormalHandle, num_nodes
 from tokenyard.deep_ep.inputs import likely, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, DISPATCH
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Layout
@@ -141,8 +141,7 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
 def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Routing) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     if handle is not None:
-        whom = natives.whom_of(handle, NormalHandle, natives.last_normal)
-        return natives.refused(error, whom, CACHED)
+        return natives.refused_with(error, handle, NormalHandle, CACHED)
     size, data = natives.world_size, inputs.rows_of(x)
     experts, picks, bound = size, size, MAX_TOKENS
     if routing.given_picks:
@@ -156,12 +155,6 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
     return natives.refused(
         error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
     )
-
-
-def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
-    """The same of a combine."""
-    whom = natives.whom_of(handle, NormalHandle, natives.last_normal)
-    return natives.refused(error, whom, COMBINE)
 
 
 def dispatch(

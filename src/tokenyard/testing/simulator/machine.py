@@ -17,6 +17,9 @@ from tokenyard.testing.simulator.program import Alarms, Launch, Program
 from tokenyard.testing.simulator.simulation_errors import AddressError, Livelock, Race
 from tokenyard.testing.simulator.weak import Lanes, WeakMemory
 
+_TICK_NS = 10
+"""How far the clock goes per operation of a program."""
+
 
 class Hardware(NamedTuple):
     """How the simulated hardware behaves: likelihoods per operation of a program, and how unequal
@@ -62,7 +65,6 @@ class Machine:
         resident: int | None = None,
         strict: bool = False,
         kill: dict[int, int] | None = None,
-        tick_ns: int = 10,
         max_steps: int = 20_000_000,
         **hardware: Any,
     ) -> None:
@@ -83,7 +85,7 @@ class Machine:
         self.world_size, self.seed, self.resident = world_size, seed, resident
         for rank in kill or ():
             self.check_rank(rank, "kill")
-        self.timeouts, self._tick_ns, self._max_steps = timeouts, tick_ns, max_steps
+        self.timeouts, self._max_steps = timeouts, max_steps
         self.rng = Random(seed)
         self.hardware = Hardware.draw(self.rng)._replace(**hardware)
         self.speeds = [self.hardware.speed(self.rng, "rank") for _ in range(world_size)]
@@ -267,7 +269,7 @@ class Machine:
 
     def _pass_time(self, p: Program) -> None:
         self.steps += 1
-        self.now_ns += self._tick_ns
+        self.now_ns += _TICK_NS
         if self.rng.random() < self.hardware.switch or self.kill_is_due:
             self.give_way(p)
         if self.steps > self._max_steps:

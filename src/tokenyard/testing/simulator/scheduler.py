@@ -40,7 +40,6 @@ class Simulator(Machine):
         resident: programs of a rank that may run at once; None: any number.
         strict: programs may touch registered memory only.
         kill: rank -> step at which it stops for ever.
-        tick_ns: how far the clock goes per operation of a program.
         max_steps: operations of programs after which the simulation is given up.
         hardware: fields of :class:`Hardware` that are not to be drawn.
 
