@@ -244,10 +244,8 @@ class CoreBuffer:
         syncs = flag("with_cpu_sync", with_cpu_sync) and on_gpu
         if syncs:
             torch.cuda.synchronize()
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        like = torch.zeros(natives.world_size, COUNT_WORDS, device=device)
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        like = torch.zeros(natives.world_size, COUNT_WORDS, dtype=torch.int32, device=device)
         _, event = self._streams.run(natives.swap, (like, False), like, None, later)
         if event.event is not None:
             event.current_stream_wait()

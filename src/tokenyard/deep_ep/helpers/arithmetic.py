@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenyard.formats import FORMATS
+from tokenyard.formats import FORMATS, dequantize
 from tokenyard.types import Quantize
 
 _FP8 = FORMATS[Quantize.FP8]
@@ -47,12 +47,7 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     """BF16 ``[T, H]`` from FP8 and its scales: float32, or int32 with four exponents each."""
-    scales = x_scales
-    if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8).to(torch.int32)
-        scales = (exponents << 23).view(torch.float32)
-    wide = scales.repeat_interleave(_GROUP, 1)[:, : x_fp8.shape[1]]
-    return (x_fp8.float() * wide).to(torch.bfloat16)
+    return dequantize(x_fp8, x_scales, torch.bfloat16)
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
