@@ -40,8 +40,8 @@ Hook = Callable[[], None]
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes of symmetric memory on one rank: rings, or (engine low_latency) two halves of a slot
-    per token of every rank, for each object; whichever is more.
+    """Bytes of symmetric memory on a rank: rings, or two slots per token of every rank in each
+    object of engine low_latency; whichever is more.
 
     >>> size_hint(128, 7168, 8, 288) // 10**6  # DeepEP: 2147
     134

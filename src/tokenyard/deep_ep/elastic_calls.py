@@ -41,12 +41,9 @@ def dispatch(
     by_column: bool,
     made: tuple[type[CoreHandle], bool, int],
 ) -> Dispatched:
-    """A fresh dispatch.
-
-    Args:
-        object_tokens: ``max_tokens_per_rank`` of the native object.
-        by_column: lay received scales column by column.
-        made: of the handle: its class, whether to copy ids, ranks of a scale-up group.
+    """A fresh dispatch. ``object_tokens``: ``max_tokens_per_rank`` of the native object;
+    ``by_column``: lay received scales so; ``made`` of the handle: its class, whether to copy ids,
+    scale-up ranks.
     """
     num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
     ep = natives.normal(

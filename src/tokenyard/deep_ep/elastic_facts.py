@@ -112,11 +112,9 @@ def theoretical_num_sms(
     overlaps: bool,
     estimate: Estimate,
 ) -> int:
-    """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly.
-    Even, at most those of the GPU. Engines here take what they need; this is what a program may
-    plan with.
-
-    Bytes are counted in rows that arrive. ``rates``: as :func:`check_rates` returns them.
+    """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly:
+    even, at most those of the GPU. Bytes are counted in rows that arrive. ``rates``: as of
+    :func:`check_rates`.
     """
     rdma_gbs, nvlink_gbs, read_gbs, write_gbs = rates
     ranks = logical.scaleout * logical.scaleup

@@ -28,10 +28,7 @@ def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
 
 
 def rest_of(call: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All of the rest, those that were not ``given`` by ``defaults``.
-
-    Raises:
-        TypeError: one is none of them.
+    """The rest as ``given``, else by ``defaults``. TypeError: one is none of them.
 
     >>> rest_of("f", {"b": 3}, {"a": 1, "b": 2})
     {'a': 1, 'b': 3}

@@ -116,13 +116,7 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
     def barrier(
         self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Collective: the current stream waits until every rank's has come here.
-
-        Args:
-            wait_comm_stream: behind the calls on the communication stream, too.
-            with_cpu_sync: the host waits for the device before and after.
-            sequential: changes nothing.
-        """
+        """As ``ElasticBuffer.barrier``, whose ``use_comm_stream`` is ``wait_comm_stream`` here."""
         self._barrier(("wait_comm_stream", wait_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(EP_DISPATCH_FLAGS)

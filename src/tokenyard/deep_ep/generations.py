@@ -141,11 +141,8 @@ def known(name: str, what: str = "--generation") -> Generation:
 
 def present(module: str, generation: str | None = None) -> None:
     """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and those below
-    it. ``generation``: its name; default: what the environment variable says, else 1.
-
-    Raises:
-        ValueError: there is no such generation.
-        ModuleNotFoundError: it has no such module.
+    it. ``generation``: its name; default: what the environment variable says, else 1. ValueError:
+    there is no such. ModuleNotFoundError: it has no such module.
     """
     if generation is None:
         shown = known(os.environ.get(VARIABLE, "") or "1", VARIABLE)

@@ -318,10 +318,7 @@ class LowLatencyHandle(LazyTuple):
 
     ``(packed_recv_src_info int32 [L, R * M], packed_recv_layout_range int64 [L, R], M, hidden,
     num_experts)``: source token of each row (-1 on padding), and ``begin << 32 | count`` of each
-    source rank's rows.
-
-    Attributes:
-        next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.
+    source rank's rows. ``next_buffer``: what ``get_next_low_latency_combine_buffer`` gave out.
     """
 
     source = "low_latency_dispatch() of Buffer (DeepEP V1)"

@@ -298,11 +298,8 @@ LOW_LATENCY_COMBINE = _EAGER | dict.fromkeys(("overlap", "num_sms", *_SIGNALS.sp
 
 
 def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """Look at the arguments of ``call`` that DeepEP itself does not have.
-
-    Raises:
-        TypeError: nobody has such an argument. ValueError: it is no True or False.
-        NotSupported: it switches on something that is missing here.
+    """Look at the arguments of ``call`` that DeepEP itself does not have. TypeError: nobody has
+    one. NotSupported: it switches on something that is missing here.
     """
     for name, value in given.items():
         if name not in known:

@@ -77,11 +77,8 @@ class Domain:
 
     def agree(self, call: str, wire: torch.device, sizes: Sequence[int], mapping: Any) -> None:
         """Make sure that all ranks are in the same ``call`` (of :data:`_CALLS`) before anything
-        moves.
-
-        Args:
-            sizes: bytes per expert of each tensor; then ``num_local_experts``.
-            mapping: rows of experts, one row per rank.
+        moves. ``sizes``: bytes per expert of each tensor; then ``num_local_experts``. ``mapping``:
+        rows of experts, one row per rank.
 
         Raises:
             PeerError: a rank refuses. Mismatch: ranks disagree; says on what.

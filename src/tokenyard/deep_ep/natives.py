@@ -70,8 +70,7 @@ class Natives:
 
     Attributes:
         kind: of handles in normal mode.
-        num_sms: multiprocessors of a GPU that the caller allows normal mode; None: what engines
-            need. Counts when an object is made.
+        num_sms: multiprocessors that objects of normal mode made from now on may fill; None: any.
         last_normal, last_low_latency: the object of the last call in a mode.
     """
 
@@ -264,15 +263,12 @@ class Natives:
         return made
 
     def _look(self, sizes: Sizes) -> None:
-        """While this rank waits for others to make an object of ``sizes``: whether one of them
-        waits for it in a call of an older object.
+        """While this rank waits for others to make an object of ``sizes``: raise Mismatch if one of
+        them waits for it in a call of an older object, as each would wait for the others.
 
-        Each would wait for the others. So this rank refuses that call, and says what they disagree
-        on: all raise before a row has moved, and every object stays in step. Over gloo, where ranks
-        tell each other in which call they wait (``engines/failures.py``).
-
-        Raises:
-            Mismatch: one does; the others raise it too.
+        This rank refuses that call, saying what they disagree on: all raise before a row has moved,
+        and every object stays in step. Over gloo, where ranks tell each other in which call they
+        wait (``engines/failures.py``).
         """
         low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
         for theirs, ep in (*self._normal.items(), *low):

@@ -33,8 +33,7 @@ class Overlap(NamedTuple):
     Attributes:
         signals: int32 ``[L * per_expert]`` or more; None: nothing to wait for.
         counts: int32 ``[L]``, rows of each expert; None: its one signal counts.
-        patience: seconds to wait; half of the object's timeout, so that the other ranks, who wait
-            for this one, learn why before theirs is over.
+        patience: seconds; half of the object's timeout, so that waiting ranks learn why in theirs.
     """
 
     name: str
@@ -49,10 +48,7 @@ class Overlap(NamedTuple):
 
 def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | None:
     """What the arguments ``given`` of a combine ask for; None without ``overlap``. Host memory is
-    waited for here.
-
-    Raises:
-        ValueError: one of them is bad, or the experts are not done in time.
+    waited for here. ValueError: one of them is bad, or the experts are not done in time.
     """
     inputs.check_fork("low_latency_combine", given, inputs.LOW_LATENCY_COMBINE)
     if "overlap" not in given:

@@ -61,13 +61,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What :func:`plan` found.
-
-    Attributes:
-        engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
-            ``twolevel`` must be asked for.
-        sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective,
-            flat ones, and of low_latency.
+    """What :func:`plan` found: sizes by dtype, rows by routing, and calls of the ``engine`` that is
+    planned (``nvlink``, which "auto" takes, in one node; ``twolevel``, which must be asked for), of
+    collective, flat ones, and of low_latency.
     """
 
     workload: Workload
@@ -86,10 +82,8 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16.
-    ``seed``: which experts are popular.
-
-    Raises:
-        ValueError: the engine cannot work with so few SMs, or its rings cannot hold two rows.
+    ``seed``: which experts are popular. ValueError: too few SMs for the engine, or rings hold no
+    two rows.
     """
     engine = NVLINK if workload.nodes == 1 else TWOLEVEL
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}

@@ -113,9 +113,7 @@ def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
 def rates_from(path: Path, base: Rates) -> Rates:
     """``base`` with those calls fitted again of which ``path`` has times for two batch sizes or
     more. What one program does is fitted to two numbers of SMs or more, and kept otherwise.
-
-    Raises:
-        ValueError: ``path`` is no record, or has no kind of call with two batch sizes.
+    ValueError: none.
     """
     points = read(path)
     by_call = {call: [point for point in points if point.call == call] for call in CALLS}

@@ -54,11 +54,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class _Trip:
-    """One input of an exchange, known beforehand.
-
-    Attributes:
-        x: this rank's rows; order: token of each row sent, by destination; rows: those rows.
-        to_peers, from_peers: how many rows go to, and come from, each rank; arriving: from all.
+    """One input of an exchange, known beforehand: this rank's rows ``x``; the ``order`` (tokens)
+    and ``rows`` sent, by destination; how many go to each rank, and come from each, and from all.
     """
 
     def __init__(self, batch: Batch, mode: Quantize | None = None) -> None:

@@ -1,6 +1,5 @@
-"""Calls of the library on known inputs, and what their results must be, bit for bit.
-
-Rows that go back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
+"""Calls of the library on known inputs, and what their results must be, bit for bit. Rows that go
+back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
 """
 
 from __future__ import annotations
@@ -116,9 +115,6 @@ class Oracle:
     def check_rows(self, recv: ty.Received, fields: Sequence[str] = ()) -> None:
         """Compare a dispatch, bit for bit: payload, scales, sources and ``fields``. Rows without a
         source (padding of ``EXPERT_PADDED``) may hold anything.
-
-        Raises:
-            AssertionError: a bit is wrong, a tensor is missing, or one should not be there.
         """
         want = self.received
         filled = want.source >= 0

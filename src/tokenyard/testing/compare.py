@@ -51,12 +51,9 @@ def assert_same_bits(
 
 def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str) -> None:
     """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in
-    float64 (complex128).
-
-    NaN and infinity never pass, on neither side. Shapes must agree, dtypes may differ.
-
-    Raises:
-        ValueError: ``relative`` is negative or not finite: nothing, or everything, would pass.
+    float64 (complex128). NaN and infinity never pass, on neither side. Shapes must agree, dtypes
+    may differ. ValueError: ``relative`` is negative or not finite: nothing, or everything, would
+    pass.
     """
     __tracebackhide__ = True
     if not 0 <= relative < math.inf:

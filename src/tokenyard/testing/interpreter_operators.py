@@ -1,11 +1,9 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Operators between plain tensors without the detour of Triton 3.6's interpreter. Installed by
-:mod:`.interpreter`.
-
-Upstream an operator casts both sides to one type, spreads them to one shape, and wraps every step
-in new types; here numpy does all of that at once, to the same bits. What is not plain (narrow
-floats, unsigned numbers, constants of other types, the clock) takes upstream's way.
+"""Operators between plain tensors without the detour of Triton 3.6's interpreter, which casts both
+sides to one type, spreads them to one shape, and wraps every step in new types. Here numpy does all
+of that at once, to the same bits. Other operands (narrow floats, unsigned numbers, constants of
+other types, the clock) take upstream's way. Installed by :mod:`.interpreter`.
 """
 
 from __future__ import annotations

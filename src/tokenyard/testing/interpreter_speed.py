@@ -1,9 +1,7 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Shortcuts for Triton 3.6's interpreter: the same results with a third of the Python. Installed by
-:mod:`.interpreter`.
-
-Most of the time went into making the same shapes, types and wrappers again for every operation.
+"""Shortcuts for Triton 3.6's interpreter, installed by :mod:`.interpreter`: most of its time went
+into making the same shapes, types and wrappers again for every operation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How to time collective calls, so that the figures of several systems can be compared.
 
-All calls run in one process group, interleaved: every round times each call once. The order inside
-a round is shuffled (the same way on every rank), so that no call always inherits heap and caches
-from the same predecessor. Ranks meet before each call, outside its time. What counts is the slowest
-rank of each round.
+Each round times each call once, in a shuffled order (the same on every rank), so that no call
+always inherits heap and caches from the same one. Ranks meet before each call, outside its time.
+What counts is the slowest rank of each round.
 """
 
 from __future__ import annotations

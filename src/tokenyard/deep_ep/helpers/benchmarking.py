@@ -89,15 +89,10 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Mean seconds of the kernels whose names contain ``kernel_names``, by the profiler.
-
-    Returns:
-        One number, or one per name. With several kernels per call of a name, a list of numbers in
-            its place.
-
-    Raises:
-        NotSupported: there is no GPU, or no such kernel ran (names of DeepEP's C++ are not those
-            of the kernels here).
+    """Mean seconds of the kernels whose names contain ``kernel_names``, by the profiler: one
+    number, or one per name; with several kernels per call of a name, a list of numbers in its
+    place. NotSupported: there is no GPU, or no such kernel ran (names of DeepEP's C++ are not those
+    here).
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     if not torch.cuda.is_available():

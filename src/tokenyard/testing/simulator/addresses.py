@@ -129,11 +129,8 @@ class AddressBook:
         return found
 
     def check(self, rank: int, addresses: Addresses, size: int) -> None:
-        """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these
-        addresses.
-
-        Raises:
-            AddressError: it may not; the message lacks who it was.
+        """Raise AddressError, which lacks who it was, unless a program of ``rank`` may touch
+        elements of ``size`` bytes at all of these addresses.
         """
         if addresses.size == 1:  # quicker
             low = bits = int(addresses[0])

@@ -14,12 +14,9 @@ class Ended(BaseException):
 
 
 class Host:
-    """One rank's host code as a coroutine.
-
-    Attributes:
-        ready: what it waits for, None if it can go on.
-        deadline: when it stops waiting (simulated ns), None: never.
-        polls: it waits for anything to happen, by a loop of its own.
+    """One rank's host code as a coroutine, which waits until ``ready()`` (None: it can go on) or
+    the ``deadline`` (simulated ns; None: for ever); ``polls``: for anything to happen, by its own
+    loop.
     """
 
     def __init__(self, rank: int, body: Callable[[], Any], speed: float) -> None:

@@ -173,10 +173,9 @@ class Machine:
         """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements
         take part.
 
-        Raises:
-            Race: the program has read one of them since its last barrier. Several threads load the
-                same lane of a small tensor; of one with at least as many lanes as the program has
-                threads, each may store to exactly what it has loaded.
+        Race: the program has read one of them since its last barrier. Several threads load the
+        same lane of a small tensor; of one with as many lanes as threads, each may store to
+        exactly what it has loaded.
         """
         size = values.itemsize
         p = self._step(addresses, size)
@@ -238,11 +237,8 @@ class Machine:
         return p
 
     def check_late_reads(self, p: Program) -> None:
-        """At a barrier or the end of a program.
-
-        Raises:
-            Race: something that it read before an earlier release, without a barrier in between,
-                was overwritten after it.
+        """At a barrier or the end of a program. Race: something that it read before an earlier
+        release, without a barrier in between, was overwritten after it.
         """
         found = self.memory.overwritten(p) if p.exposed else None
         if found is not None:

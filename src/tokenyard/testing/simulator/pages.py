@@ -1,9 +1,7 @@
-"""Sparse byte maps over addresses: some bytes with their values, in pages. Everything pending or
-past is kept in these.
+"""Sparse byte maps over addresses, in pages: everything pending or past is kept in these.
 
 Lanes are elements of one access: an array of addresses, each a multiple of the element's size.
-:func:`spans` splits them by page once per access; all maps are then read and written through the
-result.
+:func:`spans` splits them by page once per access, for all maps.
 """
 
 from __future__ import annotations

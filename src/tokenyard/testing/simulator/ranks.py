@@ -246,11 +246,7 @@ def simulate(
 ) -> list[_T | None]:
     """Run ``body(ranks)`` for every rank, and all that it launches, in the order that ``seed``
     decides. ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None
-    of a rank that was killed.
-
-    Raises:
-        RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock,
-            Livelock, AddressError: of kernels.
+    of a rank that was killed. Raises as :meth:`Simulator.run` does.
     """
     sim = Simulator(world_size, seed=seed, **options)
     world = World(sim)

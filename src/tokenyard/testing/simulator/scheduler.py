@@ -85,9 +85,9 @@ class Simulator(Machine):
     def register(
         self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False
     ) -> int:
-        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, from
-        its lowest element to its highest, and keep it. The address of its first element. Parts of
-        it may be registered again, for further ranks too.
+        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor and
+        what lies between its elements, and keep it; parts again for further ranks. The address of
+        its first element.
         """
         if rank is not None:
             self.check_rank(rank, "register()")

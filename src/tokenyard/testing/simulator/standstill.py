@@ -28,11 +28,8 @@ class Standstill:
         self._version, self._tries = -1, 0
 
     def resolve(self) -> None:
-        """Wake somebody.
-
-        Raises:
-            Deadlock: there is no way, or a timeout would be the only one and is not to be.
-            RanksFailed: the same, after host code of other ranks has raised.
+        """Wake somebody. RanksFailed, or Deadlock if no host code has raised: there is no way, or
+        but by a timeout that is not to be.
         """
         self._tries = self._tries + 1 if self._version == self._machine.version else 0
         if self._tries == 0:
