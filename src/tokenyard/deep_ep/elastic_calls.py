@@ -14,6 +14,7 @@ from tokenyard.deep_ep.elastic_handle import (
     keep_psums,
     most_rows,
 )
+from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import Rows
@@ -32,11 +33,8 @@ Dispatched = tuple[
 def dispatch(
     natives: Natives,
     object_tokens: int,
-    data: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    stats: Tensor | None,
+    rows: tuple[Tensor, Tensor | None],
+    routing: Routing,
     shape: Shape,
     by_column: bool,
     made: tuple[type[CoreHandle], bool, int],
@@ -45,11 +43,10 @@ def dispatch(
     ``by_column``: lay received scales so; ``made`` of the handle: its class, whether to copy ids,
     scale-up ranks.
     """
-    num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
-    ep = natives.normal(
-        (data.shape[1], shape.num_experts, num_topk, object_tokens, data.device),
-        object_tokens == shape.num_max_tokens_per_rank,
-    )
+    data, topk_idx, exact = rows[0], routing.topk_idx, shape.do_cpu_sync
+    num_topk, bounded = topk_idx.shape[1], object_tokens == shape.num_max_tokens_per_rank
+    sizes = data.shape[1], shape.num_experts, num_topk, object_tokens, data.device
+    ep = natives.normal(sizes, bounded)
     layout, alignment, capacity = Layout.FLAT, 1, None
     if shape.do_expand:
         layout, alignment = Layout.EXPERT_MAJOR, shape.expert_alignment
@@ -57,9 +54,9 @@ def dispatch(
             tokens, local = ep.config.padded_rows, ep.config.most_local_experts
             capacity = most_rows(tokens, num_topk, local, alignment)
     wanted = layout, exact, alignment, capacity
-    recv = native_calls.dispatch(ep, (data, scales), topk_idx, weights, wanted)
-    if stats is not None:
-        stats.add_(recv.tokens_per_expert)
+    recv = native_calls.dispatch(ep, rows, topk_idx, routing.topk_weights, wanted)
+    if routing.stats is not None:
+        routing.stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
     native = recv.handle
@@ -78,8 +75,7 @@ def dispatch(
 
 
 def redispatch(
-    data: Tensor,
-    scales: Tensor | None,
+    rows: tuple[Tensor, Tensor | None],
     inner: NormalHandle,
     weights: Tensor | None,
     received: ReceivedIds,
@@ -87,10 +83,10 @@ def redispatch(
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
     ep, native = inner.ep, inner.native
-    recv = native_calls.redispatch(ep, (data, scales), native)
+    recv = native_calls.redispatch(ep, rows, native)
     if weights is not None:
-        ids, rows = received.known(), native.num_rows
-        weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, rows)
+        ids, num_rows = received.known(), native.num_rows
+        weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, num_rows)
     return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 

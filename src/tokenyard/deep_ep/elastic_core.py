@@ -212,15 +212,8 @@ class CoreBuffer:
                 (``EPBuffer``: 180 and 45).
         """
         experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
-        rates = elastic_facts.check_rates(
-            {
-                "rdma_gbs": rdma_gbs,
-                "nvlink_gbs": nvlink_gbs,
-                "sm_read_gbs": sm_read_gbs,
-                "sm_write_gbs": sm_write_gbs,
-            },
-            self._estimate.rates,
-        )
+        given = rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs
+        rates = elastic_facts.check_rates(given, self._estimate.rates)
         return self._num_sms(experts, picks, rates)
 
     def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
@@ -256,66 +249,38 @@ class CoreBuffer:
         self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
         natives = self._natives.check_open()
-        fresh: elastic_inputs.Fresh | None = None
+        shape: Shape | None = None
         known: CoreHandle | None = None
         try:
             with DisableTorchFunction():
                 later, after = elastic_inputs.check_when(when)
                 elastic_inputs.check_flags(flags, later, self._copies_handles)
-                data, scales = inputs.check_rows(x)
+                rows = inputs.check_rows(x)
                 if handle is None:
                     most = self.num_max_tokens_per_rank
-                    fresh = elastic_inputs.check_fresh(natives, data, routing, most)
+                    shape = elastic_inputs.check_fresh(natives, rows[0], routing, most, flags)
                 else:
-                    known = elastic_inputs.check_cached(
-                        handle, self._kind, data, routing, self.group
-                    )
-                    elastic_inputs.check_cached_flags(known, flags)
+                    given = handle, self._kind, rows[0], routing, flags
+                    known = elastic_inputs.check_cached(*given, self.group)
         except inputs.REFUSED as error:
             raise self._refused(error, x, handle, routing, flags) from None
-        if fresh is not None:
-            return self._fresh(data, scales, routing, fresh, flags, (later, after))
-        assert known is not None
-        inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
-        natives.last_normal = inner.ep
-        given = data, scales, inner, routing.topk_weights, known.received, by_column
-        result, event = self._streams.run(
-            elastic_calls.redispatch, given, data, after, later, inner
-        )
-        return *result, known, event
-
-    def _fresh(
-        self,
-        data: Tensor,
-        scales: Tensor | None,
-        routing: Routing,
-        fresh: elastic_inputs.Fresh,
-        flags: dict[str, Any],
-        when: tuple[bool, EventOverlap | None],
-    ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
-        idx: Tensor = routing.topk_idx
-        num_experts, most, alignment, num_sms = fresh
-        exact = flags["do_cpu_sync"] is not False
-        num_sms = num_sms or self._num_sms(num_experts, idx.shape[1], self._estimate.rates)
-        num_sms += num_sms % self._sms_together
-        expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
-        shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
-        given = (
-            self._natives,
-            self._object_tokens() if exact else most,
-            data,
-            scales,
-            idx,
-            routing.topk_weights,
-            routing.stats,
-            shape,
-            by_column,
-            (self._kind, flags["do_handle_copy"], self.num_scaleup_ranks),
-        )
-        later, after = when
-        result, event = self._streams.run(elastic_calls.dispatch, given, data, after, later)
-        rows, recv_idx, weights, _, handle, _ = result
-        return rows, recv_idx, weights, handle, event
+        run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
+        if known is not None:
+            inner = known.inner
+            natives.last_normal = inner.ep
+            call = rows, inner, routing.topk_weights, known.received, by_column
+            result, event = run(elastic_calls.redispatch, call, rows[0], after, later, inner)
+            return *result, known, event
+        assert shape is not None
+        experts, picks = shape.num_experts, routing.topk_idx.shape[1]
+        num_sms = shape.num_sms or self._num_sms(experts, picks, self._estimate.rates)
+        shape = shape._replace(num_sms=num_sms + num_sms % self._sms_together)
+        tokens = self._object_tokens() if shape.do_cpu_sync else shape.num_max_tokens_per_rank
+        made = self._kind, flags["do_handle_copy"], self.num_scaleup_ranks
+        call = natives, tokens, rows, routing, shape, by_column, made
+        result, event = run(elastic_calls.dispatch, call, rows[0], after, later)
+        received, recv_idx, weights, _, handle, _ = result
+        return received, recv_idx, weights, handle, event
 
     def _object_tokens(self) -> int:
         """Of the native object for exact shapes, which do not use it."""

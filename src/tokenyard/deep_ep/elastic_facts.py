@@ -18,10 +18,12 @@ NVLINK_GBS, RDMA_GBS = 450.0, 50.0
 says nothing."""
 
 
+RATES = ("rdma_gbs", "nvlink_gbs", "sm_read_gbs", "sm_write_gbs")
+
+
 class Estimate(NamedTuple):
-    """How a version of DeepEP estimates multiprocessors: default ``rates`` in GB/s (network,
-    NVLink, reads and writes of one), a ``margin`` as a factor, a multiple of ``unit``; whether
-    combine counts.
+    """How a version of DeepEP estimates multiprocessors: default :data:`RATES`, a ``margin`` as a
+    factor, a multiple of ``unit``; whether combine counts.
     """
 
     rates: tuple[float, ...]
@@ -82,13 +84,12 @@ def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
     return rings + TOKEN_UNIT * most
 
 
-def check_rates(rates: dict[str, Any], defaults: tuple[float, ...]) -> tuple[float, ...]:
-    """GB/s as a caller gave them; 0 stands for those of ``defaults``, in the same order."""
-    for name, value in rates.items():
+def check_rates(rates: tuple[Any, ...], defaults: tuple[float, ...]) -> tuple[float, ...]:
+    """GB/s of :data:`RATES` as a caller gave them; 0 stands for those of ``defaults``."""
+    for name, value in zip(RATES, rates, strict=True):
         if not 0 <= real(value) < math.inf:
             raise ValueError(f"{name} ({value!r}) must be GB/s, 0 (for a default) or more")
-    given = zip(rates.values(), defaults, strict=True)
-    return tuple(real(value) or default for value, default in given)
+    return tuple(real(rate) or default for rate, default in zip(rates, defaults, strict=True))
 
 
 def check_gate(num_experts: Any, num_topk: Any, num_scaleout_topk: Any) -> tuple[int, int]:

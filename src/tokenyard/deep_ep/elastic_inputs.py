@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
-from tokenyard.deep_ep.elastic_handle import CoreHandle
+from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import array, flag, likely, whole
@@ -33,15 +34,6 @@ class Routing(NamedTuple):
     alignment: Any
     num_sms: Any
     num_qps: Any
-
-
-class Fresh(NamedTuple):
-    """What a fresh dispatch needs, checked."""
-
-    num_experts: int
-    most: int
-    alignment: int
-    num_sms: int
 
 
 class Both(EventHandle):
@@ -113,7 +105,9 @@ def check_sms(num_sms: Any, num_qps: Any) -> int:
     return whole("num_sms", num_sms, 0, MOST_SMS)
 
 
-def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> Fresh:
+def check_fresh(
+    natives: Natives, data: Tensor, routing: Routing, most: int, flags: Mapping[str, Any]
+) -> Shape:
     """Look at all that routes ``data``. ``most``: tokens per rank, if the call does not say."""
     num_sms = check_sms(routing.num_sms, routing.num_qps)
     if routing.topk_idx is None:
@@ -143,11 +137,17 @@ def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> 
     if routing.stats is not None:
         sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
         decode.check_stats(natives, sizes, routing.stats, None)
-    return Fresh(experts, most, alignment, num_sms)
+    expands, exact = bool(flags["do_expand"]), flags["do_cpu_sync"] is not False
+    return Shape(experts, alignment, most, num_sms, expands, exact)
 
 
 def check_cached(
-    handle: Any, kind: type[CoreHandle], data: Tensor, routing: Routing, group: Any
+    handle: Any,
+    kind: type[CoreHandle],
+    data: Tensor,
+    routing: Routing,
+    flags: Mapping[str, Any],
+    group: Any,
 ) -> CoreHandle:
     """A cached dispatch: its routing from a ``handle`` of this ``kind``, perhaps new weights."""
     if routing.topk_idx is not None:
@@ -156,12 +156,14 @@ def check_cached(
         )
     check_handle(handle, kind, group)
     check_sms(routing.num_sms, routing.num_qps)
-    if routing.num_experts is not None:
-        _same("num_experts", routing.num_experts, handle.num_experts)
-    if routing.alignment is not None:
-        _same("expert_alignment", routing.alignment, handle.expert_alignment)
-    if routing.most is not None:
-        _same("num_max_tokens_per_rank", routing.most, handle.num_max_tokens_per_rank)
+    for name, given in (
+        ("num_experts", routing.num_experts),
+        ("expert_alignment", routing.alignment),
+        ("num_max_tokens_per_rank", routing.most),
+    ):
+        known = getattr(handle, name)
+        if given is not None and whole(name, given, 1) != known:
+            raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
     native, config = handle.inner.native, handle.inner.ep.config
     shape, device = (native.num_tokens, config.hidden), native.plan.returns.device
     array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,), device)
@@ -169,11 +171,6 @@ def check_cached(
         picks = native.num_tokens, config.num_topk
         meaning = "[T, K], as the topk_idx of the handle"
         array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, device)
-    return handle
-
-
-def check_cached_flags(handle: CoreHandle, flags: dict[str, Any]) -> None:
-    """What cannot be on, and what must be as in the dispatch that made the handle."""
     if flags["do_cpu_sync"]:
         raise ValueError(
             "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
@@ -183,11 +180,7 @@ def check_cached_flags(handle: CoreHandle, flags: dict[str, Any]) -> None:
             f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
             f"dispatch that made the handle"
         )
-
-
-def _same(name: str, given: Any, known: int) -> None:
-    if whole(name, given, 1) != known:
-        raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
+    return handle
 
 
 def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
