@@ -79,11 +79,8 @@ class Given(NamedTuple):
 
 def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
     """What rows are asked for."""
-    alignment = (
-        1
-        if pad_multiple is None
-        else max(whole("pad_multiple", pad_multiple, 0, MOST_ALIGNMENT), 1)
-    )
+    padding = 0 if pad_multiple is None else pad_multiple
+    alignment = max(whole("pad_multiple", padding, 0, MOST_ALIGNMENT), 1)
     waits = not flag("non_blocking", non_blocking)
     if num_rows is None:
         if not waits:

@@ -80,8 +80,11 @@ def changed(config: BufferConfig, given: Mapping[str, Any]) -> BufferConfig:
     """``config`` with what ``update_template_config`` was ``given``; None changes nothing."""
     names = {each.name for each in fields(BufferConfig)}
     said = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+    most = {"num_of_experts_per_rank": MOST_EXPERTS}
     ours = {
-        name: flag(name, value) if name == "use_fp8" else whole(name, value, most=_most(name))
+        name: flag(name, value)
+        if name == "use_fp8"
+        else whole(name, value, most=most.get(name, LARGEST))
         for name, value in said.items()
         if name in names
     }
@@ -94,7 +97,3 @@ _NAMES = {
     "num_local_experts": "num_of_experts_per_rank",
     "num_of_tokens_per_rank": "max_num_of_tokens_per_rank",
 }
-
-
-def _most(name: str) -> int:
-    return MOST_EXPERTS if name == "num_of_experts_per_rank" else LARGEST

@@ -71,7 +71,9 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
             "src_signals (with src_signal_expect_value), which say what the experts have written: "
             "pass them, or leave overlap out"
         )
-    _check_contiguous(asked)
+    for name, each in ((asked.name, asked.signals), ("packed_recv_count", asked.counts)):
+        if each is not None and not each.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: use .contiguous()")
     if not (device.type == "cuda" and has_kernels(device.index)):
         _wait_on_host(asked)
     elif device.index in _LATE:
@@ -95,12 +97,6 @@ def _of_blocks(
     inputs.array("packed_recv_count", counts, "[L]", (experts,), (torch.int32,), device)
     known = experts, per_expert, rows, threshold, patience
     return Overlap("comp_signal", signals, counts, *known)
-
-
-def _check_contiguous(asked: Overlap) -> None:
-    for name, each in ((asked.name, asked.signals), ("packed_recv_count", asked.counts)):
-        if each is not None and not each.is_contiguous():
-            raise ValueError(f"{name} must be contiguous: use .contiguous()")
 
 
 def _wait_on_host(asked: Overlap) -> None:

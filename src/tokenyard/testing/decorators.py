@@ -64,7 +64,9 @@ def distributed_test(
                 f"{body.__qualname__} must be at module or class level, where other processes can "
                 f"find it"
             )
-        visible = _without_ranks(inspect.signature(body))
+        signature = inspect.signature(body)
+        parameters = [p for p in signature.parameters.values() if p.name != _RANKS]
+        visible = signature.replace(parameters=parameters)
 
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
@@ -93,12 +95,6 @@ def _device() -> str:
     if device not in known:
         raise ValueError(f"{DEVICE_VARIABLE} is {device!r}; use one of {', '.join(known)}")
     return device
-
-
-def _without_ranks(signature: Signature) -> Signature:
-    return signature.replace(
-        parameters=[p for p in signature.parameters.values() if p.name != _RANKS]
-    )
 
 
 def _parametrised(
