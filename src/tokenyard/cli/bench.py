@@ -74,8 +74,7 @@ class Options:
     """Of ``tokenyard bench``."""
 
     ranks: Annotated[
-        int,
-        option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES),
+        int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
     ] = 4
     device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
     engine: Engines = None

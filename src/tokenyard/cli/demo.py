@@ -22,14 +22,7 @@ from tokenyard.cli.consoles import (
     seconds_text,
 )
 from tokenyard.cli.demo_rank import Options, Part, run_rank
-from tokenyard.cli.options import (
-    bad,
-    check_device,
-    check_engine,
-    check_plot,
-    check_words,
-    command,
-)
+from tokenyard.cli.options import bad, check_device, check_engine, check_plot, check_words, command
 from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
@@ -150,10 +143,7 @@ def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
             experts,
         ),
         "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(parts)),
-        "Relative error against the same layer on one process": (
-            "<Tensor|Error|Limit|<",
-            compared,
-        ),
+        "Relative error against the same layer on one process": ("<Tensor|Error|Limit|<", compared),
     }
     print_tables(console, sections)
     print_line(console, "")

@@ -7,13 +7,7 @@ from torch import Tensor
 
 from tokenyard import autograd, gradients
 from tokenyard.deep_ep import native_calls, normal
-from tokenyard.deep_ep.elastic_handle import (
-    CoreHandle,
-    ReceivedIds,
-    Shape,
-    keep_psums,
-    most_rows,
-)
+from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, keep_psums, most_rows
 from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives

@@ -102,13 +102,7 @@ class Simulator(Machine):
         self.addresses.name(address, size, name)
 
     def launch(
-        self,
-        rank: int,
-        kernel: Any,
-        grid: Grid,
-        *args: int,
-        num_warps: int = 4,
-        **constants: Any,
+        self, rank: int, kernel: Any, grid: Grid, *args: int, num_warps: int = 4, **constants: Any
     ) -> None:
         """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps``
         threads of a ``@triton.jit`` function behind the rank's earlier launches. Constants with
