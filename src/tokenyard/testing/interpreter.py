@@ -249,18 +249,7 @@ def tensor_range(*bounds: Any) -> Iterator[Any]:
 
 
 class _Rewriter(upstream.ASTTransformer):
-    """Upstream's, of statements only, with loops of tensors."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for each in (*getattr(node, "body", ()), *getattr(node, "orelse", ())):
-            self.visit(each)
-        return node
-
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 (ast's name)
-        call: Any = super().visit_Assign(node).value
-        for new in (call, call.func, call.func.value, call.args[1]):
-            ast.copy_location(new, node)
-        return node
+    """Upstream's, with loops of tensors."""
 
     def visit_For(self, node: ast.For) -> ast.AST:  # noqa: N802 (ast's name)
         call = node.iter

@@ -6,12 +6,8 @@ into making the same shapes, types and wrappers again for every operation.
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -157,13 +153,6 @@ def _are_alike(left: Any, right: Any) -> bool:
     return both and left.dtype is right.dtype and left.dtype in _PLAIN
 
 
-def _to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
-        return x if type(x) is tl.core.tensor else original(self, x, check_type)
-
-    return to_tensor
-
-
 def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
     known: dict[str, np.dtype] = {}
 
@@ -196,48 +185,9 @@ def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
     return call
 
 
-def _rewriting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def rewrite_ast(self: Any) -> Any:
-        code, scope = self.fn.__code__, self.fn.__globals__
-        if code.co_firstlineno not in _functions_of(code.co_filename):
-            return original(self)
-        scope.update({name: each for name, each in vars(upstream).items() if name not in scope})
-        found = dict(self.kwargs)
-        exec(_rewritten(code.co_filename, code.co_firstlineno, self.ast_transformer), scope, found)
-        return found[self.fn.__name__]
-
-    return rewrite_ast
-
-
-@cache
-def _rewritten(file: str, line: int, transformer: ast.NodeTransformer) -> CodeType:
-    """The code that makes the function which begins there, without its decorators."""
-    function = _functions_of(file)[line]
-    function.decorator_list.clear()
-    return compile(ast.Module([transformer.visit(function)], []), file, "exec")
-
-
-@cache
-def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """The decorated functions of a module, by their first line. (Upstream tokenizes the file anew,
-    from there on, for each of them, and more than once.)
-    """
-    path = Path(file)
-    tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
-    return {
-        node.decorator_list[0].lineno: node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.decorator_list
-    }
-
-
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the shortcuts in place, by ``replace(owner, name, value)``."""
-    replace(
-        upstream.FunctionRewriter, "rewrite_ast", _rewriting(upstream.FunctionRewriter.rewrite_ast)
-    )
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
-    replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(ConstexprFunction, "__call__", _call_constexpr)
