@@ -21,12 +21,6 @@ G:    whose names programs find, {", ".join(GENERATIONS)} (default 1): Buffer; B
       HybridEPBuffer (branch hybrid-ep); ElasticBuffer and Buffer; EPBuffer."""
 
 
-def search_path(shim: Path, present: str) -> str:
-    """``PYTHONPATH`` for a program: the shim first, tokenyard last."""
-    root = Path(tokenyard.__file__).parent.parent
-    return os.pathsep.join([str(shim), *filter(None, [present]), str(root)])
-
-
 def _generation(arguments: list[str]) -> tuple[str, list[str]]:
     """The value of a leading ``--generation``, and the rest."""
     first = arguments[0] if arguments else ""
@@ -51,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) != ["run"] or not rest:
         print(USAGE, file=sys.stderr)
         return 2
-    environment = {**os.environ, "PYTHONPATH": search_path(shim, os.environ.get("PYTHONPATH", ""))}
-    os.execve(sys.executable, [sys.executable, *rest], environment)
+    before, root = os.environ.get("PYTHONPATH"), Path(tokenyard.__file__).parent.parent
+    path = os.pathsep.join(filter(None, [str(shim), before, str(root)]))
+    os.execve(sys.executable, [sys.executable, *rest], {**os.environ, "PYTHONPATH": path})
 
 
 if __name__ == "__main__":

@@ -96,15 +96,10 @@ def combine(
 
 
 def _rows(recv: Received, by_column: bool) -> Rows:
+    """``by_column``: scales ``[rows, S]`` so, columns a multiple of 16 bytes apart."""
     scales = recv.scales
-    if scales is None:
-        return recv.x
-    return recv.x, _in_columns(scales) if by_column else scales
-
-
-def _in_columns(scales: Tensor) -> Tensor:
-    """``scales [rows, S]`` laid out column by column, columns a multiple of 16 bytes apart."""
-    rows, width = scales.shape
-    apart = -(-rows // SCALES_TOGETHER) * SCALES_TOGETHER
-    room = torch.empty_strided((rows, width), (1, apart), dtype=scales.dtype, device=scales.device)
-    return room.copy_(scales)
+    if scales is None or not by_column:
+        return recv.x if scales is None else (recv.x, scales)
+    apart = -(-len(scales) // SCALES_TOGETHER) * SCALES_TOGETHER
+    room = torch.empty_strided(scales.shape, (1, apart), dtype=scales.dtype, device=scales.device)
+    return recv.x, room.copy_(scales)

@@ -140,9 +140,9 @@ class Natives:
         made = self._low.get(sizes)
         if made is None:
             objects = self._make_low_latency(sizes)
-            made = self._low[sizes] = Turns(
-                objects, cycle(objects), [] if self._masks else _questions(objects)
-            )
+            lows = [each._calls.low for each in objects]  # pyright: ignore[reportPrivateUsage]
+            silent = [low.silent_rank for low in lows if low is not None and not self._masks]
+            made = self._low[sizes] = Turns(objects, cycle(objects), silent)
         for silent in made.silent:  # without masks nobody asks who was left out: this call tells
             rank = silent()
             if rank is not None:
@@ -243,8 +243,12 @@ class Natives:
                 f"({', '.join(map('{}={}'.format, NAMES, sizes))}): make one such call on every "
                 f"rank before the capture"
             )
+        engine = os.environ.get(variable, default)
         try:
-            engine, timeout = _engine_of(variable, default), timeout_of(self._timeout)
+            if engine not in ENGINES:
+                known = ", ".join(map(repr, ENGINES))
+                raise ValueError(f"{variable} ({engine!r}) must be one of {known}")
+            timeout = timeout_of(self._timeout)
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
         named: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
@@ -300,13 +304,6 @@ def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
     return made[max(reversed(made), key=lambda sizes: sum(map(eq, sizes, guess)))]
 
 
-def _engine_of(variable: str, default: str) -> str:
-    engine = os.environ.get(variable, default)
-    if engine not in ENGINES:
-        raise ValueError(f"{variable} ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
-    return engine
-
-
 def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
     """Bytes of rings of an object to which no rank brings more than ``max_tokens`` rows: more than
     all rows of all ranks (4 bytes per channel) are of no use.
@@ -328,8 +325,3 @@ def timeout_of(default: float) -> float:
             f"{LONGEST:.0f}"
         )
     return seconds
-
-
-def _questions(objects: list[ExpertParallel]) -> list[Callable[[], int | None]]:
-    lows = [made._calls.low for made in objects]  # pyright: ignore[reportPrivateUsage]
-    return [low.silent_rank for low in lows if low is not None]

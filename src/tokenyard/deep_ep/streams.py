@@ -123,13 +123,11 @@ class Streams:
                 part.keep_for(stream)
             else:
                 keep_for(part, stream)
-        self._hand_over(result, here)
-        return result, EventOverlap(done)
-
-    def _hand_over(self, result: Any, here: Any) -> None:
-        """Results are in memory of the communication stream, and ``here`` will use them."""
-        for part in result if isinstance(result, tuple) else (result,):  # pyright: ignore[reportUnknownVariableType]
+        # results are in memory of the communication stream, and this stream will use them
+        made: Any = result
+        for part in made if isinstance(made, tuple) else (made,):  # pyright: ignore[reportUnknownVariableType]
             if isinstance(part, LazyTuple):
                 part.made_on = self._comm
             else:
                 keep_for(part, here)
+        return result, EventOverlap(done)

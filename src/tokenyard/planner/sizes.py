@@ -167,9 +167,12 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tunin
     slots, back_slots = each // there.slot_bytes, each // back.slot_bytes
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
+        works = [replace(workload, dtype=dtype) for dtype in DTYPES]
+        slot = max(layout.slot_bytes for work in works for layout in row_layouts(work))
+        least = least_bytes(workload.grid, 2 * workload.hidden, slot, cuts.channels)
         raise ValueError(
             f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 rows "
-            f"of {row} bytes must fit: make it at least {_least_bytes(workload, cuts.channels)}"
+            f"of {row} bytes must fit: make it at least {least}"
         )
     return Ring(
         name=name,
@@ -180,13 +183,6 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tunin
         back_slots=back_slots,
         back_chunk=cuts.send.chunk_of(back_slots),
     )
-
-
-def _least_bytes(workload: Workload, channels: int) -> int:
-    """A buffer that is large enough, for rows of all dtypes."""
-    works = [replace(workload, dtype=dtype) for dtype in DTYPES]
-    slot = max(row_layout.slot_bytes for work in works for row_layout in row_layouts(work))
-    return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
 
 def row_layouts(workload: Workload) -> tuple[RowLayout, RowLayout]:

@@ -82,7 +82,9 @@ class Pool:
                 if hopeless and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE
                     overdue = f"still running {GRACE} s after rank {member.rank} failed"
-        self._print_output()
+        for member in self.members:
+            for line in member.new_output().splitlines():
+                print(f"[rank {member.rank}] {line}")
         for member in waiting:
             member.terminate()
         return outcomes | {member.rank: member.stuck(overdue) for member in waiting}
@@ -99,11 +101,6 @@ class Pool:
     def kill(self) -> None:
         for member in self.members:
             member.kill()
-
-    def _print_output(self) -> None:
-        for member in self.members:
-            for line in member.new_output().splitlines():
-                print(f"[rank {member.rank}] {line}")
 
 
 class Pools:

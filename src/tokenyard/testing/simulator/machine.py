@@ -267,7 +267,8 @@ class Machine:
         self.steps += 1
         self.now_ns += _TICK_NS
         if self.rng.random() < self.hardware.switch or self.kill_is_due:
-            self.give_way(p)
+            self.ready.append(p)  # somebody else goes on, or the same program again
+            self.hub.switch()
         if self.steps > self._max_steps:
             raise Livelock(f"more than max_steps ({self._max_steps}) operations (seed {self.seed})")
 
@@ -292,11 +293,6 @@ class Machine:
         if seen is False:
             self.happened()
         return seen is True
-
-    def give_way(self, p: Program) -> None:
-        """Let somebody else go on, or the same program again."""
-        self.ready.append(p)
-        self.hub.switch()
 
     def sleep(self, p: Program) -> None:
         """Let others go on until something has changed that ``p`` has read."""
