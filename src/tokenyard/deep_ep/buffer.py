@@ -17,8 +17,7 @@ from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.runtime import Runtime
-from tokenyard.deep_ep.scratch import Scratch
+from tokenyard.deep_ep.runtime import Runtime, Scratch
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.header import COMBINE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ PATIENCE: dict[str, Any] = {
 }
 """The last arguments of a constructor."""
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 FLAGS = (
     "use_fp8_dispatch",
@@ -54,6 +57,36 @@ FLAGS = (
     "prefer_overlap_with_compute",
 )
 """Arguments of a constructor that are on or off."""
+
+
+def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
+    """``inspect.signature``, which frameworks ask, shows ``defaults`` instead of ``**rest``."""
+
+    def show(function: Function) -> Function:
+        known = inspect.signature(function)
+        named = [each for each in known.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        rest = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=value)
+            for name, value in defaults.items()
+        ]
+        shown: Any = function
+        shown.__signature__ = known.replace(parameters=[*named, *rest])
+        return function
+
+    return show
+
+
+def rest_of(call: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest as ``given``, else by ``defaults``. TypeError: one is none of them.
+
+    >>> rest_of("f", {"b": 3}, {"a": 1, "b": 2})
+    {'a': 1, 'b': 3}
+    """
+    every = {**defaults, **given}
+    if len(every) != len(defaults):
+        name = next(name for name in given if name not in defaults)
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    return every
 
 
 class CoreBuffer:

@@ -46,7 +46,7 @@ _HELPERS: Modules = {
     "deep_ep.utils.envs": {"helpers.environment": _ENVIRONMENT, "helpers.communication": _SIZES},
     "deep_ep.utils.event": _EVENTS,
     "deep_ep.utils.find_pkgs": {"helpers.missing": "find_pkg_root find_nccl_root"},
-    "deep_ep.utils.gate": {"helpers.scores": "get_unbalanced_scores get_scores_by_factor"},
+    "deep_ep.utils.gate": {"helpers.arithmetic": "get_unbalanced_scores get_scores_by_factor"},
     "deep_ep.utils.math": {
         "helpers.arithmetic": "align calc_diff ceil_div count_bytes create_grouped_scores "
         "hash_tensor hash_tensors inplace_unique per_token_cast_back per_token_cast_to_fp8 safe_div"
