@@ -169,40 +169,27 @@ def dispatch(
 ) -> tuple[Rows, Tensor, LowLatencyHandle, Hook | None]:
     """Rows by expert, counts, the handle, and a hook, if asked for, that adds the statistics."""
     ep = natives.low_latency(sizes)
-    if ep.engine != LOW_LATENCY:
-        made = _dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits)
-        return *made, nothing_left if hooked else None
-    options = None if mode is None else BY_COLUMN
-    if stats is not None or waits is not None:
+    low = ep.engine == LOW_LATENCY
+    options = BY_COLUMN if low and mode is not None else None
+    if low and (stats is not None or waits is not None):
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
+    in_two = hooked and low
     recv = ep.dispatch(
-        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
+        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=in_two, options=options
     )
-    seen, hook = recv, None
-    if hooked:
+    seen, hook = recv, nothing_left if hooked else None
+    if in_two:
         seen, hook = recv.ahead, recv.wait
         seen.wait()  # sooner than by reading
-    rows = seen.x if mode is None else (seen.x, seen.scales)
-    return rows, seen.tokens_per_expert, LowLatencyHandle.around(ep, seen.handle), hook
-
-
-def _dispatch_elsewhere(
-    ep: ExpertParallel,
-    x: Tensor,
-    topk_idx: Tensor,
-    mode: Quantize | None,
-    stats: Tensor | None,
-    waits: Tensor | None,
-) -> tuple[Rows, Tensor, LowLatencyHandle]:
-    """On other engines statistics are added, and scales transposed, behind the call."""
-    recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode)
-    counts, scales = recv.tokens_per_expert, recv.scales
-    if stats is not None:
-        stats.add_(counts)
-    if waits is not None:
-        _add_waits(ep, waits)
-    rows = recv.x if scales is None else (recv.x, by_column(scales))
-    return rows, counts, LowLatencyHandle.around(ep, recv.handle)
+    counts, scales = seen.tokens_per_expert, seen.scales
+    if not low:  # other engines have no such options
+        if stats is not None:
+            stats.add_(counts)
+        if waits is not None:
+            _add_waits(ep, waits)
+        scales = None if scales is None else by_column(scales)
+    rows = seen.x if scales is None else (seen.x, scales)
+    return rows, counts, LowLatencyHandle.around(ep, seen.handle), hook
 
 
 def combine(
