@@ -40,5 +40,4 @@ def tokenyard(version: Version = False) -> None:
 
 
 def main() -> None:
-    """Entry point of ``tokenyard``."""
     app(prog_name="tokenyard")

@@ -71,8 +71,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard bench``."""
-
     ranks: Annotated[
         int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
     ] = 4

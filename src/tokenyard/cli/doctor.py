@@ -52,8 +52,6 @@ def _size(name: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard doctor``."""
-
     tokens: Annotated[int | None, _size("tokens", "Tokens per rank to make room for.")] = None
     hidden: Annotated[int | None, _size("hidden", "Channels of a token.")] = None
     experts: Annotated[int | None, _size("experts", "Experts over all ranks.")] = None
@@ -110,7 +108,6 @@ def doctor(options: Options) -> None:
 
 
 def show_waits(files: list[Path], as_json: bool) -> None:
-    """What ranks have waited for."""
     found = [
         each
         for path in files
@@ -168,7 +165,6 @@ BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "
 
 
 def print_document(console: Console, document: dict[str, Any]) -> None:
-    """Everything."""
     facts, untold, need = (document[key] for key in ("facts", "could_not_tell", "memory"))
     for title, names in (("Host", HOST), ("Software", SOFTWARE)):
         none = {name: "?" if name in untold else "none" for name in names}

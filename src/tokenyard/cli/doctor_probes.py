@@ -97,7 +97,6 @@ def triton() -> str | None:
 
 
 def build() -> Record:
-    """Of torch."""
     import torch
     import torch.distributed as dist
 

@@ -122,7 +122,6 @@ def _alike(pairs: Pairs, long: Pairs, at: int) -> list[tuple[int, Pairs, int]]:
 
 
 def document_of(waits: Waits) -> dict[str, object]:
-    """As JSON has it."""
     shown = {
         what: [{"rank": to, "source": source, "seconds": s} for (to, source), s in pairs.items()]
         for what, pairs in waits.items()

@@ -43,12 +43,10 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
 
 
 def bad(option: str, why: str) -> NoReturn:
-    """Raises: BadParameter: always."""
     raise typer.BadParameter(why, param_hint=option)
 
 
 def check_words(option: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    """All of ``asked`` are ``known``."""
     for word in asked:
         if word not in known:
             bad(option, f"{word!r} is unknown; use one of {', '.join(known)}")

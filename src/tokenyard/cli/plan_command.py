@@ -48,8 +48,6 @@ Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard plan``."""
-
     nodes: Annotated[int, option("Machines.")] = 1
     gpus_per_node: Annotated[int, option("GPUs that map each other's memory, a rank each.")] = 8
     tokens: Annotated[int, option("Tokens per rank.")] = 4096

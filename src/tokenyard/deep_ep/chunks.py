@@ -67,7 +67,6 @@ def _check_hint(hidden_bytes: int, num_ranks: int) -> None:
 
 
 def check_config(config: Any, default: int) -> int:
-    """The multiprocessors that a config allows."""
     if config is None:
         return default
     if not isinstance(config, Config):

@@ -137,7 +137,6 @@ class CoreBuffer:
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
     def _settle(self, given: Mapping[str, Any]) -> None:
-        """Look at all arguments, and keep them."""
         self._timeout = 0.0  # what a rank says that refuses its own
         tokens, hidden = (whole(n, given[n]) for n in ("num_max_tokens_per_rank", "hidden"))
         self.num_max_tokens_per_rank = tokens

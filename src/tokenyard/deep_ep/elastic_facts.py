@@ -93,7 +93,6 @@ def check_rates(rates: tuple[Any, ...], defaults: tuple[float, ...]) -> tuple[fl
 
 
 def check_gate(num_experts: Any, num_topk: Any, num_scaleout_topk: Any) -> tuple[int, int]:
-    """Experts and picks of a call."""
     if whole("num_scaleout_topk", num_scaleout_topk):
         raise ValueError(
             f"num_scaleout_topk ({num_scaleout_topk}) must be 0, as in DeepEP: picks limited to "

@@ -37,8 +37,6 @@ class Routing(NamedTuple):
 
 
 class Both(EventHandle):
-    """Two points to wait for."""
-
     __slots__ = ("_pair",)
 
     def __init__(self, *pair: EventHandle) -> None:
@@ -69,7 +67,6 @@ def check_when(when: When) -> tuple[bool, EventOverlap | None]:
 
 
 def event_of(name: str, given: Any) -> EventHandle | None:
-    """What a call is to wait for."""
     if isinstance(given, EventOverlap):
         return given.event
     if given is not None and not isinstance(given, EventHandle):

@@ -114,7 +114,6 @@ class Generation:
 
     @property
     def version(self) -> str:
-        """``deep_ep.__version__``."""
         return f"{self.released}+tokenyard.{_version}"
 
     @property

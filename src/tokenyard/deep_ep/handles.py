@@ -27,7 +27,6 @@ _TOKEN = (1 << 32) - 1
 
 
 def num_nodes(num_ranks: int) -> int:
-    """Nodes that ``num_ranks`` ranks fill."""
     return -(-num_ranks // RANKS_PER_NODE)
 
 
@@ -305,7 +304,6 @@ class InternodeHandle(NormalHandle):
 
 
 def kind_for(num_ranks: int) -> type[NormalHandle]:
-    """The handle that DeepEP would return."""
     return NormalHandle if num_ranks <= RANKS_PER_NODE else InternodeHandle
 
 

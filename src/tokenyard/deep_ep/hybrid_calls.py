@@ -56,8 +56,6 @@ class Shape(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A dispatch of checked arguments."""
-
     data: Tensor
     scales: Tensor | None
     as_bytes: bool
@@ -78,7 +76,6 @@ class Given(NamedTuple):
 
 
 def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
-    """What rows are asked for."""
     padding = 0 if pad_multiple is None else pad_multiple
     alignment = max(whole("pad_multiple", padding, 0, MOST_ALIGNMENT), 1)
     waits = not flag("non_blocking", non_blocking)
@@ -104,7 +101,6 @@ def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: 
 def check_dispatch(
     natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
 ) -> Given:
-    """A fresh dispatch."""
     data, scales, as_bytes = _rows(hidden, scales)
     experts = _check_routing(natives, data, routing, config)
     tokens, most = data.shape[0], config.max_num_of_tokens_per_rank
@@ -204,7 +200,6 @@ def _check_same(shape: Shape, handle: HybridHandle) -> None:
 def check_combine(
     hidden: Any, probs: Any, pad_multiple: Any, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows and their weights."""
     native, config = handle.native, handle.ep.config
     rows, device, permuted = (
         native.num_rows,

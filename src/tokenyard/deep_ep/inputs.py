@@ -226,7 +226,6 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
 
 
 def check_ids(topk_idx: Any) -> None:
-    """Picks alone."""
     array("topk_idx", topk_idx, "[T, K]", _like(topk_idx, None), INDEX_DTYPES)
 
 

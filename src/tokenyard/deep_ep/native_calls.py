@@ -47,7 +47,6 @@ def dispatch(
 
 
 def redispatch(ep: ExpertParallel, rows: tuple[Tensor, Tensor | None], native: Handle) -> Received:
-    """A cached one."""
     calls, check = ep._calls, ep._validation  # pyright: ignore[reportPrivateUsage]
     calls.check_open()
     try:

@@ -156,7 +156,6 @@ class Natives:
         return ep
 
     def all_low_latency(self) -> list[ExpertParallel]:
-        """Every object of low-latency mode."""
         return [each for made in self._low.values() for each in made.objects]
 
     # Of a rank that refuses its arguments
@@ -288,7 +287,6 @@ class Natives:
                 raise error
 
     def close(self) -> None:
-        """Let go of all of them. Closing again does nothing."""
         self._closed = True
         for made in (*self._normal.values(), *self._counting.values(), *self.all_low_latency()):
             made.close()

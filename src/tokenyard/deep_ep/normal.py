@@ -199,7 +199,6 @@ def dispatch(
 
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
-    """Rows along a known routing."""
     recv = native_calls.redispatch(handle.ep, (data, scales), handle.native)
     return _rows(recv) if handle.cut_to is None else _cut(recv, handle.cut_to)[0]
 

@@ -86,7 +86,6 @@ def bound(
 
 
 def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
-    """Of the kernel."""
     from tokenyard.kernels.layout import LayoutConfig
 
     picks, ranks = power_of_two_at_least(num_topk), power_of_two_at_least(num_ranks)

@@ -49,7 +49,6 @@ class Terms:
 
     @property
     def bound(self) -> str:
-        """Name of the largest."""
         named = {
             "NVLink": self.nvlink,
             "NIC": self.nic,

@@ -140,7 +140,6 @@ def _calls(
 
 
 def sizes_of(engine: str, work: Workload) -> Sizes:
-    """Sizes that an engine with kernels chooses."""
     return nvlink_sizes(work) if engine == NVLINK else twolevel_sizes(work)
 
 

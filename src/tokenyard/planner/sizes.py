@@ -106,7 +106,6 @@ def nvlink_sizes(workload: Workload) -> Sizes:
 
 
 def _programs(tuning: Tuning, grid: Topology) -> int:
-    """Of a dispatch through rings."""
     return tuning.channels * tuning.workers(
         tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
     )

@@ -146,7 +146,6 @@ def _hex(element: Tensor) -> str:
 
 
 def _whose(row: Tensor, wanted: Tensor, name: _RowNames) -> str:
-    """Says which expected rows have these bits."""
     same = (wanted == row).all(1).nonzero().flatten()
     if same.numel() == 0:
         return "it equals no expected row"

@@ -13,7 +13,6 @@ class RankFailure(AssertionError):
 
 
 def is_fine(outcome: Outcome, may_die: bool) -> bool:
-    """Whether this is how a rank should end."""
     return outcome.ending is Ending.PASSED or (outcome.ending is Ending.DIED and may_die)
 
 

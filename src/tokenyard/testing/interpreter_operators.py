@@ -30,7 +30,6 @@ _BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
 
 
 def _tensor_of(handle: TensorHandle, kind: Any, shape: Shape) -> Any:
-    """A tensor around a handle as it is."""
     tensor = object.__new__(tl.core.tensor)
     tensor.handle, tensor.dtype = handle, kind
     tensor.type = kind if shape is SCALAR else shape.block(kind)

@@ -87,7 +87,6 @@ def _spread(left: tuple[int, ...], right: tuple[int, ...]) -> Shape | None:
 
 
 def shape_of(tensor: Any) -> Shape:
-    """The shape of a tensor."""
     return tensor.shape.__dict__["known"]
 
 

@@ -45,7 +45,6 @@ class Member:
 
     @property
     def num_threads(self) -> int:
-        """How many threads it has; 0 if it has gone."""
         try:
             return len(os.listdir(f"/proc/{self._process.pid}/task"))
         except OSError:

@@ -130,7 +130,6 @@ class Pools:
         judge(outcomes, may_die)
 
     def close(self) -> None:
-        """End all workers."""
         while self._pools:
             self._pools.popitem()[1].kill()
 

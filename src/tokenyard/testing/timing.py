@@ -65,7 +65,6 @@ class Clock:
         self.meeting = torch.zeros(1, device=device)
 
     def events(self) -> list[Any]:
-        """Two of the GPU, if there is one."""
         return [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
 
     def synchronize(self) -> None:

@@ -55,7 +55,6 @@ def bench(
 
 
 def _stamp() -> Any:
-    """Now, in the current stream if there is one."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

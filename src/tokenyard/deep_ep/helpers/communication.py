@@ -27,7 +27,6 @@ def barrier(
 
 
 def get_comm_stream(buffer: Any) -> Any:
-    """The stream of asynchronous calls of ``buffer``."""
     return buffer.get_comm_stream()
 
 

@@ -114,7 +114,6 @@ class AddressBook:
         return place
 
     def zone(self, address: int) -> Zone | None:
-        """The zone that an address lies in."""
         at = bisect_right(self._lows, address) - 1
         return self._zones[at] if at >= 0 and address < self._zones[at].high else None
 

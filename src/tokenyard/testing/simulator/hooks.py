@@ -49,7 +49,6 @@ def installed(machine: Machine, network: Network) -> Iterator[None]:
 
 
 def place(p: Program) -> None:
-    """Tell the interpreter which program goes on."""
     builder = upstream.interpreter_builder
     builder.grid_dim, builder.grid_idx = p.launch.grid, p.index
 

@@ -65,7 +65,6 @@ class Host:
             self._thread.join()
 
     def is_current(self) -> bool:
-        """Whether the caller is this host's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:

@@ -39,7 +39,6 @@ class Hardware(NamedTuple):
 
     @classmethod
     def draw(cls, rng: Random) -> Hardware:
-        """One kind of machine."""
         return cls(
             switch=rng.choice((0.1, 0.3, 0.6, 0.9)),
             early=rng.choice((0.0, 0.02, 0.1, 0.3)),
@@ -122,7 +121,6 @@ class Machine:
         return sum([count() for count in self.counters], self.memory.now + self._events)
 
     def happened(self) -> None:
-        """Something happened that somebody could wait for."""
         self._events += 1
 
     @property
@@ -131,13 +129,11 @@ class Machine:
         return any(each and self.steps >= each[0][0] for each in (self.kills, self.freezes))
 
     def wake(self, p: Program) -> None:
-        """End a program's sleep."""
         p.asleep = False
         self.alarms.forget(p)
         self.frozen.get(p.rank, self.ready).append(p)
 
     def wake_all(self) -> None:
-        """End all sleeps."""
         for p in self.live.values():
             if p.asleep:
                 self.wake(p)
@@ -147,12 +143,10 @@ class Machine:
 
     @property
     def caller(self) -> Program:
-        """The program that runs."""
         assert self.running is not None
         return self.running
 
     def read_clock(self) -> int:
-        """The clock, read by a kernel."""
         self.caller.reads_clock = True
         self.now_ns += 1
         return self.now_ns

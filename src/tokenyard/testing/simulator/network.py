@@ -91,7 +91,6 @@ class Network:
         self.on_way.append(Message(p, to, source, where, flag, value, operation, parts, behind))
 
     def fence(self) -> None:
-        """``nvshmem_fence``."""
         p = self._machine.network_call()
         running = self._machine.streams[p.rank][0]
         self._fences[p.serial] = [

@@ -65,7 +65,6 @@ def is_run(addresses: Addresses, size: int) -> bool:
 
 
 def gather(addresses: Addresses, size: int) -> Values:
-    """What real memory holds."""
     kind: Any = UNSIGNED[size]
     if addresses.size == 1 or is_run(addresses, size):
         return raw(int(addresses[0]), addresses.size, kind).copy()

@@ -37,7 +37,6 @@ class Launch:
 
     @property
     def size(self) -> int:
-        """Number of programs."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 

@@ -217,11 +217,9 @@ class SimulatedGroup:
         self._here = here
 
     def rank(self) -> int:
-        """This rank."""
         return self._here.rank
 
     def size(self) -> int:
-        """Number of ranks."""
         return self._here.world_size
 
     def open_store(self) -> dist.Store:
@@ -234,7 +232,6 @@ class SimulatedGroup:
 
 
 def current_host(sim: Simulator) -> Host:
-    """The host whose code calls this."""
     for host in sim.hosts:
         if host.is_current():
             return host

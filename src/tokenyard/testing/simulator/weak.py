@@ -119,7 +119,6 @@ class Record(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """Of the page."""
         return slice(self.low, self.low + self.have.size)
 
 
@@ -149,7 +148,6 @@ class WeakMemory:
     # What programs do
 
     def store(self, p: Pending, addresses: Addresses, where: list[Span], values: Values) -> None:
-        """A plain store."""
         p.fresh.put(where, values)
         p.fresh.log.append((addresses, values.itemsize))
 
@@ -305,7 +303,6 @@ class WeakMemory:
                 self.write(bundle.stores, bundle.writer, bundle.number)
 
     def publish_one(self, rank: int) -> None:
-        """The oldest bundle of a rank becomes visible to all."""
         oldest = [bundle.number for bundle in self._bundles[rank][:1]]
         self.publish(rank, lambda bundle: bundle.number in oldest)
 
