@@ -9,19 +9,10 @@ from torch import Tensor
 
 from tokenyard import gradients
 from tokenyard.arguments import LARGEST, MOST_PICKS
+from tokenyard.deep_ep import hybrid_routing as maps
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.hybrid_config import BufferConfig
-from tokenyard.deep_ep.hybrid_routing import (
-    HybridHandle,
-    PermutedHandle,
-    from_node,
-    indices_to_map,
-    most_picks,
-    picks_of,
-    to_experts,
-    to_node,
-    weights_of,
-)
+from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.native_calls import along
 from tokenyard.deep_ep.natives import Natives
@@ -68,8 +59,8 @@ class Given(NamedTuple):
         probs = self.routing.probs
         if self.routing.routing_map is None and self.routing.topk_weights is not None:
             given = self.routing.topk_idx, self.routing.topk_weights
-            probs = indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
-        return None if probs is None else weights_of(probs, topk_idx)
+            probs = maps.indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
+        return None if probs is None else maps.weights_of(probs, topk_idx)
 
 
 # Checks
@@ -263,7 +254,7 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) 
     if given.routing.routing_map is not None:
         table = given.routing.routing_map
         top = experts if shape.rows is not None else _agreed_picks(natives, table)
-        topk_idx = picks_of(table, min(top, experts))
+        topk_idx = maps.picks_of(table, min(top, experts))
     static = shape.rows is not None
     bound, picks = _bound(static, config), topk_idx.shape[1]
     ep = natives.normal((data.shape[1], experts, picks, bound, data.device))
@@ -303,7 +294,7 @@ def _dispatched(
 ) -> Dispatched:
     rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
     if not isinstance(handle, PermutedHandle):
-        there = None if probs is None else to_node(handle, probs)
+        there = None if probs is None else maps.to_node(handle, probs)
         return Dispatched(rows, there, recv.scales, None, handle)
     return Dispatched(rows, probs, recv.scales, _padded_counts(handle, waits), handle)
 
@@ -328,10 +319,11 @@ def combine(
     if isinstance(handle, PermutedHandle):
         combined, weights = gradients.of_dispatch(along(handle), hidden, probs, None)
     else:
-        summed: Any = handle.ep.combine(hidden, native, reduce_weights=from_node(handle, probs))
+        there = maps.from_node(handle, probs)
+        summed: Any = handle.ep.combine(hidden, native, reduce_weights=there)
         combined, weights = summed.x, summed.topk_weights
     assert combined is not None and weights is not None
-    return combined, to_experts(handle, weights)
+    return combined, maps.to_experts(handle, weights)
 
 
 def _payload(given: Given) -> Tensor | Quantized:
@@ -340,7 +332,7 @@ def _payload(given: Given) -> Tensor | Quantized:
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
     """Picks that suffice for any token of any rank; a power of two, so that objects are few."""
-    mine, shape = most_picks(routing_map), (natives.world_size, COUNT_WORDS)
+    mine, shape = maps.most_picks(routing_map), (natives.world_size, COUNT_WORDS)
     if natives.world_size > 1:
         table = torch.full(shape, mine, dtype=torch.int32, device=routing_map.device)
         mine = int(natives.swap(table).max())

@@ -6,18 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY, NVLINK, TWOLEVEL
-from tokenyard.planner.model import (
-    Terms,
-    collective_call,
-    flat_call,
-    known_traffic,
-    low_latency_call,
-    nvlink_combine,
-    nvlink_dispatch,
-    nvlink_in_place,
-    twolevel_combine,
-    twolevel_dispatch,
-)
+from tokenyard.planner import model
+from tokenyard.planner.model import Terms
 from tokenyard.planner.rates import Rates
 from tokenyard.planner.sizes import Sizes, nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import Flow, Traffic
@@ -27,8 +17,12 @@ DISPATCH, IN_PLACE, COMBINE = ("dispatch", "dispatch in place", "combine")
 FLAT = "flat exchange"
 ONCE = f"{LOW_LATENCY}, once per node"
 PRICES = {
-    NVLINK: {DISPATCH: nvlink_dispatch, IN_PLACE: nvlink_in_place, COMBINE: nvlink_combine},
-    TWOLEVEL: {DISPATCH: twolevel_dispatch, COMBINE: twolevel_combine},
+    NVLINK: {
+        DISPATCH: model.nvlink_dispatch,
+        IN_PLACE: model.nvlink_in_place,
+        COMBINE: model.nvlink_combine,
+    },
+    TWOLEVEL: {DISPATCH: model.twolevel_dispatch, COMBINE: model.twolevel_combine},
 }
 MOST_GPUS = 1024
 """How far :func:`scaling` goes."""
@@ -89,7 +83,7 @@ def plan(
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
     sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
     bf16, any_sizes = replace(workload, dtype="bf16"), next(iter(sizes.values()))
-    moved = {skew: known_traffic(bf16, skew, seed) for skew in skews}
+    moved = {skew: model.known_traffic(bf16, skew, seed) for skew in skews}
     calls: list[Call] = []
     for rows in moved.values():
         for dtype, work in works.items():
@@ -113,13 +107,13 @@ def _calls(
     if back:
         call, row_bytes = rates.collective_back, work.back_bytes
     name = COMBINE if back else DISPATCH
-    terms[name, COLLECTIVE] = collective_call(work, rows, call, row_bytes, rates)
+    terms[name, COLLECTIVE] = model.collective_call(work, rows, call, row_bytes, rates)
     if work.grid.has_levels:
-        terms[name, FLAT] = flat_call(work, rows, call, row_bytes, rates)
+        terms[name, FLAT] = model.flat_call(work, rows, call, row_bytes, rates)
     if work.tokens <= MOST_DECODED:
-        terms[name, LOW_LATENCY] = low_latency_call(name, work, rows, rates)
+        terms[name, LOW_LATENCY] = model.low_latency_call(name, work, rows, rates)
         if work.grid.has_levels:
-            terms[name, ONCE] = low_latency_call(name, work, rows, rates, once=True)
+            terms[name, ONCE] = model.low_latency_call(name, work, rows, rates, once=True)
     straight = (FLAT, LOW_LATENCY)
 
     def moved(flow: Flow) -> Flow:
