@@ -17,9 +17,8 @@ import torch
 import tokenyard as ty
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.deep_ep import natives, normal
-from tokenyard.deep_ep.decode import size_hint
+from tokenyard.deep_ep.decode import LowLatencyState, size_hint
 from tokenyard.deep_ep.handles import NormalHandle
-from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 CPU = torch.device("cpu")

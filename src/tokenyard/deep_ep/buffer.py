@@ -15,7 +15,6 @@ from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
-from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime, Scratch
 from tokenyard.deep_ep.streams import Streams
@@ -23,7 +22,7 @@ from tokenyard.errors import NotSupported
 from tokenyard.header import COMBINE
 
 
-class Buffer(LowLatencyState):
+class Buffer(decode.LowLatencyState):
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
     alike.
 

@@ -75,16 +75,16 @@ _ALIGNMENTS = "get_num_allocation_alignment get_num_rdma_alignment get_num_tma_a
 _TWO_AND_A_HALF: Modules = {
     "deep_ep": {
         "ep_buffer": "BufferBase EPBuffer EPHandle",
-        "allocator": f"BufferAllocator {_ALIGNMENTS}",
+        "load_balance": f"BufferAllocator {_ALIGNMENTS}",
         "helpers.missing": "BucketBuffer BucketSession EngramBuffer PPBuffer "
         "destroy_all_managed_nccl_comm",
         "helpers.communication": _SIZES,
         **_EVENTS,
         "": "topk_idx_t",
     },
-    "deep_ep._C": {"allocator": _ALIGNMENTS, "events": "EventHandle", "": "topk_idx_t"},
+    "deep_ep._C": {"load_balance": _ALIGNMENTS, "events": "EventHandle", "": "topk_idx_t"},
     "deep_ep.buffers": {},
-    "deep_ep.buffers.allocator": {"allocator": "BufferAllocator"},
+    "deep_ep.buffers.allocator": {"load_balance": "BufferAllocator"},
     "deep_ep.buffers.base": {"ep_buffer": "BufferBase"},
     "deep_ep.buffers.bucket": {"helpers.missing": "BucketBuffer BucketSession"},
     "deep_ep.buffers.engram": {"helpers.missing": "EngramBuffer"},
