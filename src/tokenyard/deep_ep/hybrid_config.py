@@ -20,8 +20,6 @@ FLAGS = ("use_mnnvl", "use_shared_buffer", "load_cached_kernels", "enable_custom
 NODE = ("num_of_ranks_per_nvlink_domain", "num_of_hybrid_ep_ranks_per_nvlink_domain")
 """Names of the ranks of a node, in older and newer versions."""
 
-BLOCKS = ("num_sms_permute_api",)
-
 
 @dataclass
 class BufferConfig:
@@ -65,7 +63,7 @@ def check_old(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in FLAGS:
             flag(name, value)
-        elif name in BLOCKS:
+        elif name == "num_sms_permute_api":
             sms(name, value)
         elif name not in NODE:
             raise TypeError(f"HybridEPBuffer() got an unexpected keyword argument {name!r}")

@@ -49,7 +49,9 @@ _NARROW = {
 """Floats that numpy lacks: their tensors hold the bits."""
 _LARGEST = {kind: torch.finfo(_NARROW[kind]).max for kind in (tl.float8e4nv, tl.float8e5)}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
-_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+_OF_BITS = (
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift, np.where
+)  # fmt: skip
 
 _state = SimpleNamespace(clock=time.monotonic_ns, patched=False)
 
@@ -137,10 +139,6 @@ def _fp_to_fp(self: Any, source: TensorHandle, to: Any, rounding: Any) -> Tensor
     return _upstream["create_fp_to_fp"](self, source, to, rounding)
 
 
-def _int_to_ptr(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
-    return TensorHandle(source.data.astype(np.uint64), to.scalar)
-
-
 def _get_narrow(dtype: Any) -> Callable[[Any, float], TensorHandle]:
     return lambda self, value: TensorHandle(narrow(np.array([value], np.float32), dtype), dtype)
 
@@ -154,29 +152,17 @@ def _rounded(result: np.ndarray, dtype: Any) -> TensorHandle:
     return TensorHandle(narrow(result.astype(np.float32), dtype), dtype)
 
 
-def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> TensorHandle:
-    dtype = left.dtype.scalar
-    if dtype not in _NARROW or op in _BITWISE:
-        return _upstream["binary_op"](self, left, right, op)
-    return _rounded(op(_numbers(left), _numbers(right)), dtype)
+def _on_numbers(name: str) -> Callable[..., TensorHandle]:
+    """Upstream's ``name``, of narrow floats on the numbers, rounded once."""
 
+    def op(self: Any, *given: Any) -> TensorHandle:
+        *handles, ufunc = given
+        dtype = handles[-1].dtype.scalar
+        if dtype not in _NARROW or ufunc in _OF_BITS:
+            return _upstream[name](self, *given)
+        return _rounded(ufunc(*map(_numbers, handles)), dtype)
 
-def _ternary(
-    self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any
-) -> TensorHandle:
-    dtype = other.dtype.scalar
-    if dtype not in _NARROW or op is np.where:
-        return _upstream["ternary_op"](self, left, right, other, op)
-    return _rounded(op(_numbers(left), _numbers(right), _numbers(other)), dtype)
-
-
-def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
-    dtype = source.dtype.scalar
-    return (
-        _rounded(op(_numbers(source)), dtype)
-        if dtype in _NARROW
-        else _upstream["unary_op"](self, source, op)
-    )
+    return op
 
 
 def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -285,13 +271,13 @@ def _repair() -> None:
     for name, method in {
         "cast_impl": _cast,
         "create_fp_to_fp": _fp_to_fp,
-        "create_int_to_ptr": _int_to_ptr,
+        "create_int_to_ptr": lambda _, ints, to: TensorHandle(
+            ints.data.astype(np.uint64), to.scalar
+        ),
         "get_bf16": _get_narrow(tl.bfloat16),
         "get_fp8e4nv": _get_narrow(tl.float8e4nv),
         "get_fp8e5": _get_narrow(tl.float8e5),
-        "binary_op": _binary,
-        "ternary_op": _ternary,
-        "unary_op": _unary,
+        **{name: _on_numbers(name) for name in ("unary_op", "binary_op", "ternary_op")},
         "create_fma": _fma,
         "create_histogram": _histogram,
         "create_atomic_rmw": _atomic_rmw,

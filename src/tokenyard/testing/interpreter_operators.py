@@ -249,7 +249,7 @@ CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load}
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """As upstream's, with one semantic, no copies of arguments, and operators for the long way."""
+    """As upstream's, with one semantic, no copies of arguments, and short ways of operators."""
     semantic = TritonSemantic(builder)
     for name, member in inspect.getmembers(package):
         if tl.core.is_builtin(member):

@@ -19,7 +19,6 @@ _PORT = "8361"
 _NIC = "mlx5_0"
 CARDS = Path("/sys/class/infiniband")
 """Where Linux tells of network cards with remote memory access."""
-_FAST_ATOMICS = ("MT4131",)
 _state = {"local rank": 0, "local": 0, "global": 0}
 
 
@@ -118,7 +117,7 @@ def _nic(name: str, fact: str) -> str:
 
 def check_fast_rdma_atomic_support(nic_name: str = "") -> bool:
     """Whether a network card (default: ``EP_NIC_NAME``) is of the kind with fast remote atomics."""
-    return _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "hca_type") in _FAST_ATOMICS
+    return _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "hca_type") == "MT4131"
 
 
 def get_rdma_gbs(nic_name: str = "") -> float:

@@ -71,7 +71,9 @@ class SimulatedRank:
         before = self.sim.version
         current_host(self.sim).pause("polls", lambda: self.sim.version != before, polls=True)
 
-    def wait_until(self, ready: Callable[[], bool], timeout: float, what: str) -> bool:
+    def wait_until(
+        self, ready: Callable[[], bool], timeout: float, what: str = "waits in wait_until()"
+    ) -> bool:
         """Let others run until ``ready()``; False after ``timeout`` simulated seconds."""
         current_host(self.sim).pause(what, ready, self.sim.now_ns + int(timeout * _NANOSECONDS))
         return ready()
@@ -105,6 +107,7 @@ class SimulatedMemory:
         self.num_sms = num_sms
         self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
         self._here, self._sim, self._timeout = here, here.sim, timeout
+        self.wait_until = here.wait_until
         here.memories += 1
         self._number = here.memories
         self._regions: list[int] = []
@@ -185,12 +188,6 @@ class SimulatedMemory:
 
     def gate(self) -> None:
         """Nothing: launching never blocks here."""
-
-    def wait_until(
-        self, ready: Callable[[], bool], timeout: float, what: str = "waits in wait_until()"
-    ) -> bool:
-        """Let others run until ``ready()``; False after ``timeout`` simulated seconds."""
-        return self._here.wait_until(ready, timeout, what)
 
     def settle(self) -> None:
         """Wait until all launches of this rank have run. Everybody then sees what they stored."""
