@@ -141,13 +141,8 @@ def scaling(
     workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES
 ) -> tuple[list[Plan], dict[int, ValueError]]:
     """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on
-    each GPU and the same number of experts: at least one per GPU of the largest.
-
-    Returns:
-        The plans; and, by number of GPUs, why other machines have none (see :func:`plan`).
-
-    Raises:
-        ValueError: none of them has one.
+    each GPU and the same number of experts (at least one per GPU of the largest); and, by number of
+    GPUs, why others have none (see :func:`plan`). ValueError: none of them has one.
     """
     most = max(1, MOST_GPUS // workload.gpus_per_node)
     counts = [1 << power for power in range(most.bit_length())]

@@ -21,6 +21,8 @@ _PLAIN = (tl.int32, tl.int64, tl.float32)
 """Types of which two make the same, whatever the operation."""
 _INTEGERS = (tl.int32, tl.int64)
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
+_slow_broadcast = TritonSemantic.broadcast_impl_value
+_slow_check = TritonSemantic.binary_op_type_checking_impl
 
 
 class Shape:
@@ -112,31 +114,23 @@ def _new_tensor(self: Any, handle: Any, kind: Any) -> None:
     self.numel, self.shape = known.constexpr_numel, known.of_tensor
 
 
-def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
-        if left.shape is right.shape:
-            return left, right
-        return original(self, left, right)
-
-    return broadcast_impl_value
+def _broadcast(self: Any, left: Any, right: Any) -> Any:
+    return (left, right) if left.shape is right.shape else _slow_broadcast(self, left, right)
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    def binary_op_type_checking_impl(
-        self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
-        if arithmetic_check and _are_plain(left, right):
-            right = self.scalar_constant(right, left.dtype)
-        elif arithmetic_check and _are_plain(right, left):
-            left = self.scalar_constant(left, right.dtype)
-        elif not _are_alike(left, right):
-            return original(
-                self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-            )
-        return self.broadcast_impl_value(left, right)
-
-    return binary_op_type_checking_impl
+def _check(
+    self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True, div_or_mod: bool = False,
+) -> Any:  # fmt: skip
+    if arithmetic_check and _are_plain(left, right):
+        right = self.scalar_constant(right, left.dtype)
+    elif arithmetic_check and _are_plain(right, left):
+        left = self.scalar_constant(left, right.dtype)
+    elif not _are_alike(left, right):
+        return _slow_check(
+            self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+    return self.broadcast_impl_value(left, right)
 
 
 def _are_plain(tensor: Any, number: Any) -> bool:
@@ -190,9 +184,5 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(ConstexprFunction, "__call__", _call_constexpr)
-    replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
-    replace(
-        TritonSemantic,
-        "binary_op_type_checking_impl",
-        _checking(TritonSemantic.binary_op_type_checking_impl),
-    )
+    replace(TritonSemantic, "broadcast_impl_value", _broadcast)
+    replace(TritonSemantic, "binary_op_type_checking_impl", _check)

@@ -14,9 +14,7 @@ class Ranks:
     """Where a test body runs; the body's ``ranks`` parameter.
 
     Attributes:
-        rank, world_size: of this process, and number of ranks.
-        device: to put tensors on.
-        engine: name of the engine under test.
+        device: to put tensors on. engine: name of the engine under test.
         group: of all ranks: a process group kept from test to test, or a
             :class:`tokenyard.memory.symmetric.MemoryGroup`.
     """

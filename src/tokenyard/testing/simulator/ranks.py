@@ -84,14 +84,12 @@ class SimulatedMemory:
     :class:`SymmetricMemory`.
 
     Args:
-        here: the rank.
-        timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
+        timeout: simulated seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: programs that a kernel of this rank may have.
         members: the ranks that there are (default: all).
 
     Attributes:
-        ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by
-            NVSHMEM's calls.
+        ranks_per_node: if not 0, ranks of a node map each other's memory, others use NVSHMEM.
         maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
     """
 
