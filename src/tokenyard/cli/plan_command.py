@@ -31,7 +31,6 @@ IGNORED = (
     "GPUs that wait for slower ones. The network was never measured."
 )
 
-
 Dtypes = Annotated[
     list[str] | None,
     option("bf16, fp8: of dispatched rows; may be given several times.", show_default="both"),

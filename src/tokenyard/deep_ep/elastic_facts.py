@@ -17,7 +17,6 @@ NVLINK_GBS, RDMA_GBS = 450.0, 50.0
 """GB/s each way, of fourth-generation NVLink and of a 400 Gb/s adapter: what counts where a caller
 says nothing."""
 
-
 RATES = ("rdma_gbs", "nvlink_gbs", "sm_read_gbs", "sm_write_gbs")
 
 

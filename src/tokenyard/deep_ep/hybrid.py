@@ -155,14 +155,13 @@ class HybridEPBuffer:
         routing = calls.Routing(
             routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
         )
-        shape: calls.Shape | None = None
         try:
             non_blocking = _waiting(old, non_blocking)
             flag("use_fp8", use_fp8)
             flag("fuse_permute_dispatch", fuse_permute_dispatch)
             shape = calls.check_shape(True, pad_multiple, num_permuted_tokens, non_blocking)
         except inputs.REFUSED as error:
-            raise self._refused(error, hidden, shape, routing, handle) from None
+            raise self._refused(error, hidden, None, routing, handle) from None
         made = self._dispatch(hidden, scaling_factor, shape, routing, handle, not non_blocking)
         assert made.tokens_per_expert is not None
         rows, weights, scales, counts, known = made

@@ -18,7 +18,6 @@ from tokenyard.deep_ep.handles import LazyTuple
 
 Result = TypeVar("Result")
 
-
 WORDS = {
     "timeout= of ExpertParallel": "TOKENYARD_DEEP_EP_TIMEOUT",
     "ExpertParallel": "Buffer",

@@ -243,7 +243,6 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "to": _to,
 }
 
-
 CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load}
 """What functions of the language ask of its semantic."""
 

@@ -21,6 +21,7 @@ _PLAIN = (tl.int32, tl.int64, tl.float32)
 """Types of which two make the same, whatever the operation."""
 _INTEGERS = (tl.int32, tl.int64)
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
+_slow_np_dtype, _np_dtypes = upstream._get_np_dtype, dict[str, np.dtype]()
 _slow_broadcast = TritonSemantic.broadcast_impl_value
 _slow_check = TritonSemantic.binary_op_type_checking_impl
 
@@ -146,17 +147,12 @@ def _are_alike(left: Any, right: Any) -> bool:
     return both and left.dtype is right.dtype and left.dtype in _PLAIN
 
 
-def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    known: dict[str, np.dtype] = {}
-
-    def get_np_dtype(dtype: Any) -> np.dtype:
-        if dtype.is_ptr() or dtype.is_block():
-            return original(dtype)
-        if dtype.name not in known:
-            known[dtype.name] = original(dtype)
-        return known[dtype.name]
-
-    return get_np_dtype
+def _np_dtype(dtype: Any) -> np.dtype:
+    if dtype.is_ptr() or dtype.is_block():
+        return _slow_np_dtype(dtype)
+    if dtype.name not in _np_dtypes:
+        _np_dtypes[dtype.name] = _slow_np_dtype(dtype)
+    return _np_dtypes[dtype.name]
 
 
 def _call_constexpr(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
@@ -180,7 +176,7 @@ def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
 
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the shortcuts in place, by ``replace(owner, name, value)``."""
-    replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
+    replace(upstream, "_get_np_dtype", _np_dtype)
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(ConstexprFunction, "__call__", _call_constexpr)
