@@ -49,9 +49,7 @@ _NARROW = {
 """Floats that numpy lacks: their tensors hold the bits."""
 _LARGEST = {kind: torch.finfo(_NARROW[kind]).max for kind in (tl.float8e4nv, tl.float8e5)}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
-_OF_BITS = (
-    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift, np.where
-)  # fmt: skip
+_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
 _state = SimpleNamespace(clock=time.monotonic_ns, patched=False)
 
@@ -77,7 +75,9 @@ ASSEMBLY: dict[str, Callable[[], int]] = {"mov.u64 $0, %globaltimer;": lambda: _
 
 @contextmanager
 def patched_language() -> Iterator[None]:
-    """Kernels' bodies can be called as functions in here; calls of device functions cost little."""
+    """Let kernels' bodies be called as Python functions, all in here; calls of device functions
+    cost little.
+    """
     if _state.patched:
         yield
         return
@@ -104,7 +104,9 @@ def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
-    """Bits of the nearest (ties to even) narrow floats; fp8 saturates as ``cvt.rn.satfinite``."""
+    """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as
+    ``cvt.rn.satfinite`` does.
+    """
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
         values = torch.where(
@@ -139,6 +141,10 @@ def _fp_to_fp(self: Any, source: TensorHandle, to: Any, rounding: Any) -> Tensor
     return _upstream["create_fp_to_fp"](self, source, to, rounding)
 
 
+def _int_to_ptr(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
+    return TensorHandle(source.data.astype(np.uint64), to.scalar)
+
+
 def _get_narrow(dtype: Any) -> Callable[[Any, float], TensorHandle]:
     return lambda self, value: TensorHandle(narrow(np.array([value], np.float32), dtype), dtype)
 
@@ -152,17 +158,29 @@ def _rounded(result: np.ndarray, dtype: Any) -> TensorHandle:
     return TensorHandle(narrow(result.astype(np.float32), dtype), dtype)
 
 
-def _on_numbers(name: str) -> Callable[..., TensorHandle]:
-    """Upstream's ``name``, of narrow floats on the numbers, rounded once."""
+def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> TensorHandle:
+    dtype = left.dtype.scalar
+    if dtype not in _NARROW or op in _BITWISE:
+        return _upstream["binary_op"](self, left, right, op)
+    return _rounded(op(_numbers(left), _numbers(right)), dtype)
 
-    def op(self: Any, *given: Any) -> TensorHandle:
-        *handles, ufunc = given
-        dtype = handles[-1].dtype.scalar
-        if dtype not in _NARROW or ufunc in _OF_BITS:
-            return _upstream[name](self, *given)
-        return _rounded(ufunc(*map(_numbers, handles)), dtype)
 
-    return op
+def _ternary(
+    self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any
+) -> TensorHandle:
+    dtype = other.dtype.scalar
+    if dtype not in _NARROW or op is np.where:
+        return _upstream["ternary_op"](self, left, right, other, op)
+    return _rounded(op(_numbers(left), _numbers(right), _numbers(other)), dtype)
+
+
+def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
+    dtype = source.dtype.scalar
+    return (
+        _rounded(op(_numbers(source)), dtype)
+        if dtype in _NARROW
+        else _upstream["unary_op"](self, source, op)
+    )
 
 
 def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -190,7 +208,9 @@ def _sum(self: Any, source: Any) -> Any:
 def _atomic_rmw(
     self: Any, op: Any, ptr: Any, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
 ) -> TensorHandle:
-    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges by their bits."""
+    """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its
+    bits.
+    """
     data = np.ascontiguousarray(value.data)
     mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
     if op == ir.ATOMIC_OP.XCHG:
@@ -235,7 +255,18 @@ def tensor_range(*bounds: Any) -> Iterator[Any]:
 
 
 class _Rewriter(upstream.ASTTransformer):
-    """Upstream's, with loops of tensors."""
+    """Upstream's, of statements only, with loops of tensors."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for each in (*getattr(node, "body", ()), *getattr(node, "orelse", ())):
+            self.visit(each)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:  # noqa: N802 (ast's name)
+        call: Any = super().visit_Assign(node).value
+        for new in (call, call.func, call.func.value, call.args[1]):
+            ast.copy_location(new, node)
+        return node
 
     def visit_For(self, node: ast.For) -> ast.AST:  # noqa: N802 (ast's name)
         call = node.iter
@@ -271,13 +302,13 @@ def _repair() -> None:
     for name, method in {
         "cast_impl": _cast,
         "create_fp_to_fp": _fp_to_fp,
-        "create_int_to_ptr": lambda _, ints, to: TensorHandle(
-            ints.data.astype(np.uint64), to.scalar
-        ),
+        "create_int_to_ptr": _int_to_ptr,
         "get_bf16": _get_narrow(tl.bfloat16),
         "get_fp8e4nv": _get_narrow(tl.float8e4nv),
         "get_fp8e5": _get_narrow(tl.float8e5),
-        **{name: _on_numbers(name) for name in ("unary_op", "binary_op", "ternary_op")},
+        "binary_op": _binary,
+        "ternary_op": _ternary,
+        "unary_op": _unary,
         "create_fma": _fma,
         "create_histogram": _histogram,
         "create_atomic_rmw": _atomic_rmw,

@@ -12,17 +12,19 @@ from tokenyard.memory.kernel_launch import parameters, with_defaults
 
 def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
-    constants, without those that have defaults.
+    constants, which may be left out where the kernel has defaults.
 
     Raises:
-        ValueError: they do not fit the kernel or are no integers, or kernels are compiled here.
+        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in
+            this process.
     """
     names = parameters(kernel)
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     if not isinstance(kernel, interpreter.InterpretedFunction):
         raise ValueError(
             f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
-            f"set TRITON_INTERPRET=1 before anything imports triton"
+            f"set TRITON_INTERPRET=1 before "
+            "anything imports triton"
         )
     constants = with_defaults(kernel, constants)
     if len(args) != len(names.args) or set(constants) != set(names.constants):
@@ -35,7 +37,8 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
         if not isinstance(value, Integral):
             raise ValueError(
                 f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
-                f"numbers: give tensors by their data_ptr(), and other numbers as constants"
+                f"numbers: give tensors by their "
+                "data_ptr(), and other numbers as constants"
             )
     _rewrite(kernel, interpreter.InterpretedFunction)
     return {
@@ -68,7 +71,9 @@ def _int64(interpreter: Any, value: Any) -> Any:
 
 @cache
 def _rewrite(kernel: Any, kind: type) -> None:
-    """Have the interpreter read the kernel and what it calls here, once, not in every child."""
+    """Have the interpreter read the kernel, and what it calls, here rather than in every child, and
+    once.
+    """
     seen: set[int] = set()
     pending = [kernel]
     while pending:

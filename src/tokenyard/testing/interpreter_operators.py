@@ -1,9 +1,11 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Operators between plain tensors without the detour of Triton 3.6's interpreter, which casts both
-sides to one type, spreads them to one shape, and wraps every step in new types. Here numpy does all
-of that at once, to the same bits. Other operands (narrow floats, unsigned numbers, constants of
-other types, the clock) take upstream's way. Installed by :mod:`.interpreter`.
+"""Operators between plain tensors without the detour of Triton 3.6's interpreter. Installed by
+:mod:`.interpreter`.
+
+Upstream an operator casts both sides to one type, spreads them to one shape, and wraps every step
+in new types; here numpy does all of that at once, to the same bits. What is not plain (narrow
+floats, unsigned numbers, constants of other types, the clock) takes upstream's way.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
 
 
 def _tensor_of(handle: TensorHandle, kind: Any, shape: Shape) -> Any:
+    """A tensor around a handle as it is."""
     tensor = object.__new__(tl.core.tensor)
     tensor.handle, tensor.dtype = handle, kind
     tensor.type = kind if shape is SCALAR else shape.block(kind)
@@ -45,7 +48,9 @@ def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
 
 
 def number_of(operand: Any) -> int | None:
-    """A number or constant that takes the type of the integers beside it; else None."""
+    """A Python number or constant that takes the type of the integers beside it; None if it is
+    something else.
+    """
     if type(operand) is tl.constexpr:
         operand = operand.value
     return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
@@ -70,7 +75,9 @@ def _divided(a: Any, b: Any) -> Any:
 def _binary(
     ufunc: Any, slow: Operator, kinds: dict[int, Any], compares: bool = False, swapped: bool = False
 ) -> Operator:
-    """An operator among ``kinds``; two integers of different sizes become the larger one."""
+    """An operator among ``kinds``, of which two integers of different sizes become the
+    larger one.
+    """
 
     def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
         kind, mine = left.dtype, left.handle
@@ -221,6 +228,47 @@ def _rest(other: Any, kind: Any, pointer: Any) -> TensorHandle | None:
     )
 
 
+def _store(slow: Operator) -> Operator:
+    def store(
+        semantic: Any, pointer: Any, value: Any, mask: Any, bounds: Any, cache: Any, eviction: Any
+    ) -> Any:
+        if (
+            _is_plain_access(pointer, mask, bounds, cache, eviction)
+            and value.dtype is pointer.dtype.element_ty
+            and value.shape is pointer.shape
+        ):
+            build, where = semantic.builder, pointer.handle
+            if mask is None:
+                done = build.create_store(where, value.handle, cache, eviction)
+            else:
+                done = build.create_masked_store(where, value.handle, mask.handle, cache, eviction)
+            return semantic.tensor(done, tl.void)
+        return slow(semantic, pointer, value, mask, bounds, cache, eviction)
+
+    return store
+
+
+def _where(slow: Operator) -> Operator:
+    def where(semantic: Any, condition: Any, left: Any, right: Any) -> Any:
+        tensors = [each for each in (left, right) if type(each) is tl.core.tensor]
+        kind = tensors[0].dtype if tensors else None
+        if condition.dtype is not tl.int1 or id(kind) not in PLAIN:
+            return slow(semantic, condition, left, right)
+        shape, values = shape_of(condition), list[Any]()
+        for each in (left, right):
+            number = None if type(each) is tl.core.tensor else number_of(each)
+            if number is not None and id(kind) in INTEGERS:
+                values.append(_array_of(number, kind is tl.int64))
+            elif type(each) is tl.core.tensor and each.dtype is kind:
+                shape = shape and shape.beside(shape_of(each))
+                values.append(each.handle.data)
+        if shape is None or len(values) < 2:
+            return slow(semantic, condition, left, right)
+        return wrapped(np.where(condition.handle.data, *values), kind, shape)
+
+    return where
+
+
 OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__add__": _add,
     "__radd__": lambda slow: _binary(np.add, slow, INTEGERS, swapped=True),
@@ -243,12 +291,19 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "to": _to,
 }
 
-CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load}
+
+CALLS: dict[str, Callable[[Operator], Operator]] = {
+    "load": _load,
+    "store": _store,
+    "where": _where,
+}
 """What functions of the language ask of its semantic."""
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """As upstream's, with one semantic, no copies of arguments, and short ways of operators."""
+    """As upstream's, with one semantic for all, without copies of arguments, and with operators of
+    tensors in front of the long way.
+    """
     semantic = TritonSemantic(builder)
     for name, member in inspect.getmembers(package):
         if tl.core.is_builtin(member):

@@ -1,13 +1,19 @@
 # pyright: basic
 # (it shortens the ways of an interpreter that has no types)
-"""Shortcuts for Triton 3.6's interpreter, installed by :mod:`.interpreter`: most of its time went
-into making the same shapes, types and wrappers again for every operation.
+"""Shortcuts for Triton 3.6's interpreter: the same results with a third of the Python. Installed by
+:mod:`.interpreter`.
+
+Most of the time went into making the same shapes, types and wrappers again for every operation.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -21,9 +27,6 @@ _PLAIN = (tl.int32, tl.int64, tl.float32)
 """Types of which two make the same, whatever the operation."""
 _INTEGERS = (tl.int32, tl.int64)
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
-_slow_np_dtype, _np_dtypes = upstream._get_np_dtype, dict[str, np.dtype]()
-_slow_broadcast = TritonSemantic.broadcast_impl_value
-_slow_check = TritonSemantic.binary_op_type_checking_impl
 
 
 class Shape:
@@ -90,6 +93,7 @@ def _spread(left: tuple[int, ...], right: tuple[int, ...]) -> Shape | None:
 
 
 def shape_of(tensor: Any) -> Shape:
+    """The shape of a tensor."""
     return tensor.shape.__dict__["known"]
 
 
@@ -115,23 +119,31 @@ def _new_tensor(self: Any, handle: Any, kind: Any) -> None:
     self.numel, self.shape = known.constexpr_numel, known.of_tensor
 
 
-def _broadcast(self: Any, left: Any, right: Any) -> Any:
-    return (left, right) if left.shape is right.shape else _slow_broadcast(self, left, right)
+def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        return original(self, left, right)
+
+    return broadcast_impl_value
 
 
-def _check(
-    self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-    arithmetic_check: bool = True, div_or_mod: bool = False,
-) -> Any:  # fmt: skip
-    if arithmetic_check and _are_plain(left, right):
-        right = self.scalar_constant(right, left.dtype)
-    elif arithmetic_check and _are_plain(right, left):
-        left = self.scalar_constant(left, right.dtype)
-    elif not _are_alike(left, right):
-        return _slow_check(
-            self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-        )
-    return self.broadcast_impl_value(left, right)
+def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def binary_op_type_checking_impl(
+        self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if arithmetic_check and _are_plain(left, right):
+            right = self.scalar_constant(right, left.dtype)
+        elif arithmetic_check and _are_plain(right, left):
+            left = self.scalar_constant(left, right.dtype)
+        elif not _are_alike(left, right):
+            return original(
+                self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+            )
+        return self.broadcast_impl_value(left, right)
+
+    return binary_op_type_checking_impl
 
 
 def _are_plain(tensor: Any, number: Any) -> bool:
@@ -147,12 +159,39 @@ def _are_alike(left: Any, right: Any) -> bool:
     return both and left.dtype is right.dtype and left.dtype in _PLAIN
 
 
-def _np_dtype(dtype: Any) -> np.dtype:
-    if dtype.is_ptr() or dtype.is_block():
-        return _slow_np_dtype(dtype)
-    if dtype.name not in _np_dtypes:
-        _np_dtypes[dtype.name] = _slow_np_dtype(dtype)
-    return _np_dtypes[dtype.name]
+def _to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.core.tensor else original(self, x, check_type)
+
+    return to_tensor
+
+
+def _pointer_type(original: Callable[..., None]) -> Callable[..., None]:
+    names: dict[Any, str] = {}
+
+    def init(self: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> None:
+        known = names.get(element_ty.name) if type(element_ty) is tl.core.dtype else None
+        if known is None or const:
+            original(self, element_ty, address_space, const)
+            names[self.element_ty.name] = f"pointer<{self.element_ty}>"
+        else:
+            self.element_ty, self.address_space = element_ty, address_space
+            self.const, self.name = const, known
+
+    return init
+
+
+def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    known: dict[str, np.dtype] = {}
+
+    def get_np_dtype(dtype: Any) -> np.dtype:
+        if dtype.is_ptr() or dtype.is_block():
+            return original(dtype)
+        if dtype.name not in known:
+            known[dtype.name] = original(dtype)
+        return known[dtype.name]
+
+    return get_np_dtype
 
 
 def _call_constexpr(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
@@ -174,11 +213,55 @@ def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
     return call
 
 
+def _rewriting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def rewrite_ast(self: Any) -> Any:
+        code, scope = self.fn.__code__, self.fn.__globals__
+        if code.co_firstlineno not in _functions_of(code.co_filename):
+            return original(self)
+        scope.update({name: each for name, each in vars(upstream).items() if name not in scope})
+        found = dict(self.kwargs)
+        exec(_rewritten(code.co_filename, code.co_firstlineno, self.ast_transformer), scope, found)
+        return found[self.fn.__name__]
+
+    return rewrite_ast
+
+
+@cache
+def _rewritten(file: str, line: int, transformer: ast.NodeTransformer) -> CodeType:
+    """The code that makes the function which begins there, without its decorators."""
+    function = _functions_of(file)[line]
+    function.decorator_list.clear()
+    return compile(ast.Module([transformer.visit(function)], []), file, "exec")
+
+
+@cache
+def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
+    """The decorated functions of a module, by their first line. (Upstream tokenizes the file anew,
+    from there on, for each of them, and more than once.)
+    """
+    path = Path(file)
+    tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
+    return {
+        node.decorator_list[0].lineno: node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    }
+
+
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the shortcuts in place, by ``replace(owner, name, value)``."""
-    replace(upstream, "_get_np_dtype", _np_dtype)
+    replace(
+        upstream.FunctionRewriter, "rewrite_ast", _rewriting(upstream.FunctionRewriter.rewrite_ast)
+    )
+    replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
+    replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
+    replace(tl.core.pointer_type, "__init__", _pointer_type(tl.core.pointer_type.__init__))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
     replace(ConstexprFunction, "__call__", _call_constexpr)
-    replace(TritonSemantic, "broadcast_impl_value", _broadcast)
-    replace(TritonSemantic, "binary_op_type_checking_impl", _check)
+    replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
+    replace(
+        TritonSemantic,
+        "binary_op_type_checking_impl",
+        _checking(TritonSemantic.binary_op_type_checking_impl),
+    )
