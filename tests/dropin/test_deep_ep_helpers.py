@@ -25,7 +25,6 @@ from tokenyard.deep_ep.helpers import (
     environment,
     missing,
     plain_exchange,
-    scores,
 )
 
 
@@ -190,11 +189,11 @@ def test_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unbalanced_scores() -> None:
     torch.manual_seed(0)
     for ratio in (1.0, 2.0):
-        ranks = scores.get_unbalanced_scores(4096, 32, 4, 4, ratio, False).topk(4).indices // 8
+        ranks = arithmetic.get_unbalanced_scores(4096, 32, 4, 4, ratio, False).topk(4).indices // 8
         tokens = [float((ranks == rank).any(1).sum()) for rank in range(4)]
         assert tokens[0] / (sum(tokens[1:]) / 3) == pytest.approx(ratio, rel=0.1)
     with pytest.raises(ty.NotSupported, match="precise"):
-        scores.get_unbalanced_scores(8, 8, 2, 2, 2.0, True)
+        arithmetic.get_unbalanced_scores(8, 8, 2, 2, 2.0, True)
 
 
 def test_plain_combine() -> None:

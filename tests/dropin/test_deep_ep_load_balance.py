@@ -13,12 +13,13 @@ from torch import Tensor
 
 from bad_input import complaint, error_of, meet
 from nvlink_pool import SOAK, without_devices
-from tokenyard.deep_ep.allocator import BufferAllocator
-from tokenyard.deep_ep.buffer_base import BufferBase
-from tokenyard.deep_ep.domains import get_logical_domain_size, get_physical_domain_size
-from tokenyard.deep_ep.ep_buffer import EPBuffer
+from tokenyard.deep_ep.ep_buffer import BufferBase, EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.load_balance import LoadBalance
+from tokenyard.deep_ep.helpers.communication import (
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
+from tokenyard.deep_ep.load_balance import BufferAllocator, LoadBalance
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import Mismatch, NotSupported, PeerError
 from tokenyard.memory.symmetric import MemoryGroup

@@ -17,9 +17,8 @@ import torch
 import tokenyard as ty
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.deep_ep import natives, normal
-from tokenyard.deep_ep.decode import size_hint
+from tokenyard.deep_ep.decode import LowLatencyState, size_hint
 from tokenyard.deep_ep.handles import NormalHandle
-from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 CPU = torch.device("cpu")
@@ -255,7 +254,7 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
     known.last_normal = static
     assert (
         normal.refused(known, error, x, object(), routing)
-        is normal.refused_combine(known, error, None)
+        is known.refused_with(error, None, NormalHandle, COMBINE)
         is error
     )
     assert static.told == [(CACHED, True), (COMBINE, True)]

@@ -1,6 +1,4 @@
-"""The command line: ``tokenyard`` and ``python -m tokenyard``. Needs the extra ``cli`` (typer,
-rich).
-"""
+"""The command line: ``tokenyard`` and ``python -m tokenyard``. Needs the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -42,5 +40,4 @@ def tokenyard(version: Version = False) -> None:
 
 
 def main() -> None:
-    """Entry point of ``tokenyard``."""
     app(prog_name="tokenyard")

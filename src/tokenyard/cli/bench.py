@@ -52,9 +52,7 @@ Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at leas
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every rank does. ``link_gbs`` is GB/s of one rank's link in one direction, None if
-    unknown.
-    """
+    """What every rank does. ``link_gbs``: GB/s of a rank's link, one way; None if unknown."""
 
     cases: list[Case]
     engines: list[str]
@@ -73,11 +71,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard bench``."""
-
     ranks: Annotated[
-        int,
-        option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES),
+        int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
     ] = 4
     device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
     engine: Engines = None
@@ -133,10 +128,7 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def run_rank(device: torch.device, plan: Plan, counter: Counter | None) -> list[Measurement]:
-    """Be one rank: measure every case. Collective; the lines are the same on every rank.
-
-    ``counter`` counts :attr:`Plan.stages`.
-    """
+    """Be one rank: measure every case. ``counter``: of :attr:`Plan.stages`. Collective."""
     return [line for case in plan.cases for line in run_case(case, plan, device, counter)]
 
 

@@ -239,9 +239,7 @@ def facts_of(suite: Any, device: str, program: str = "tokenyard") -> dict[str, A
 
 
 def commit() -> str | None:
-    """The commit this package comes from ("-dirty" behind it if files differ), None if it is in no
-    repository.
-    """
+    """The commit of this package ("-dirty": files differ); None outside of a repository."""
     git, text = ("git", "-C", str(Path(__file__).parent)), ""
     tracked, describe = ("ls-files", "--error-unmatch", Path(__file__).name), "describe --always"
     try:

@@ -22,14 +22,7 @@ from tokenyard.cli.consoles import (
     seconds_text,
 )
 from tokenyard.cli.demo_rank import Options, Part, run_rank
-from tokenyard.cli.options import (
-    bad,
-    check_device,
-    check_engine,
-    check_plot,
-    check_words,
-    command,
-)
+from tokenyard.cli.options import bad, check_device, check_engine, check_plot, check_words, command
 from tokenyard.cli.progress import on_all_ranks, progress
 from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
@@ -88,9 +81,7 @@ def _check(options: Options) -> int:
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
-    """A name for the text, and its first bytes. Default: the README, which an installed package
-    carries as metadata.
-    """
+    """A name for the text, and its first bytes. Default: the README, also when installed."""
     if path is not None or README.is_file():
         file = path or README
         name = file.name
@@ -123,9 +114,7 @@ def _run(options: Options, text: bytes, world: int, console: Console) -> list[Pa
 
 
 def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
-    """Everything that there is to say about a run; returns whether every error is within
-    ``limit``.
-    """
+    """All that there is to say about a run; returns whether every error is within ``limit``."""
     print_line(console, f"Engine {escape(parts[0].why)}")
     ranks = [
         (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))
@@ -154,10 +143,7 @@ def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
             experts,
         ),
         "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(parts)),
-        "Relative error against the same layer on one process": (
-            "<Tensor|Error|Limit|<",
-            compared,
-        ),
+        "Relative error against the same layer on one process": ("<Tensor|Error|Limit|<", compared),
     }
     print_tables(console, sections)
     print_line(console, "")

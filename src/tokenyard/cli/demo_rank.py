@@ -1,6 +1,5 @@
 """What ``tokenyard demo`` runs: its options; the layer in plain torch (byte embedding, softmax
-top-k router, SwiGLU experts); what every rank does: run it expert-parallel, time it, compare it
-with one process.
+top-k router, SwiGLU experts); what a rank does: run it, time it, compare it with one process.
 """
 
 from __future__ import annotations
@@ -86,9 +85,7 @@ def make_weights(options: Options, device: torch.device) -> dict[str, Tensor]:
 
 class MoeLayer(nn.Module):
     """One MoE layer with weights of :func:`make_weights`, whole or with a slice of the experts.
-
-    Called on byte values ``[T]`` it runs all of its experts in one process, and returns ``[T, H]``;
-    an expert-parallel caller uses the parts.
+    Called on byte values ``[T]`` it runs all of its experts in one process, and returns ``[T, H]``.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], options: Options) -> None:
@@ -141,9 +138,7 @@ def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """``|got - want| / |want|`` with 2-norms in float64; infinite if something is not finite or
-    only ``want`` is 0.
-    """
+    """``|got - want| / |want|`` (2-norms, float64); infinite: not finite, or only ``want`` is 0."""
     gap = torch.dist(got.double(), want.double()).item()
     size = float(want.double().square().sum().sqrt())
     return 0.0 if gap == 0 else gap / size if size > 0 and gap < inf else inf
@@ -176,9 +171,7 @@ class Part:
 
 
 class Share:
-    """This rank's part of the layer and of the text; tokens are shared out like experts:
-    contiguous, nearly equal. ``seconds``: by phase, one entry per step.
-    """
+    """This rank's part of layer and text; tokens are shared out like experts: contiguous."""
 
     def __init__(self, device: torch.device, options: Options, text: bytes) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -204,9 +197,7 @@ class Share:
         self.seconds[name].append(time.perf_counter() - begin)
 
     def step(self, ep: ty.ExpertParallel) -> tuple[Tensor, ty.Received]:
-        """Forward and backward on this rank's tokens ``[T]``, the experts spread over the ranks:
-        output ``[T, H]``, and what came.
-        """
+        """Forward and backward on this rank's tokens ``[T]``: output ``[T, H]``, and what came."""
         layer = self.layer
         layer.zero_grad()
         with self.phase("embed and route"):
@@ -229,9 +220,7 @@ class Share:
         return y, recv
 
     def errors(self, y: Tensor) -> dict[str, float]:
-        """Relative error of this rank's tensors against the whole layer on all tokens, without
-        tokenyard. Collective.
-        """
+        """Relative errors against the whole layer on all tokens, without tokenyard. Collective."""
         got = results(self.layer, y)
         for shared in SHARED:
             got[f"{shared} gradient"] = sum_over_ranks(got[f"{shared} gradient"])
@@ -243,9 +232,7 @@ class Share:
 
 
 def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> list[Part]:
-    """Be one rank: what all ranks saw, in their order. Every rank passes the same ``text``; rank 0
-    counts finished stages: start, warm-up, steps.
-    """
+    """Be one rank: what all saw, in their order. ``counter``: of start, warm-up and steps."""
     share = Share(device, options, text)
     sizes = {"num_experts": options.experts, "hidden": options.hidden, "num_topk": options.topk}
     where: dict[str, Any] = {"engine": options.engine, "device": device}

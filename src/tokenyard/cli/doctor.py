@@ -52,8 +52,6 @@ def _size(name: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard doctor``."""
-
     tokens: Annotated[int | None, _size("tokens", "Tokens per rank to make room for.")] = None
     hidden: Annotated[int | None, _size("hidden", "Channels of a token.")] = None
     experts: Annotated[int | None, _size("experts", "Experts over all ranks.")] = None
@@ -110,7 +108,6 @@ def doctor(options: Options) -> None:
 
 
 def show_waits(files: list[Path], as_json: bool) -> None:
-    """What ranks have waited for."""
     found = [
         each
         for path in files
@@ -127,9 +124,7 @@ def show_waits(files: list[Path], as_json: bool) -> None:
 
 
 def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:
-    """Ranks on the CPU over gloo in any case, and one rank per GPU with the engine that is likely
-    here.
-    """
+    """Ranks on the CPU over gloo, and one rank per GPU with the engine that is likely here."""
     plans = [("cpu", CPU_RANKS, COLLECTIVE)]
     if machine.gpus:
         plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
@@ -170,7 +165,6 @@ BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "
 
 
 def print_document(console: Console, document: dict[str, Any]) -> None:
-    """Everything."""
     facts, untold, need = (document[key] for key in ("facts", "could_not_tell", "memory"))
     for title, names in (("Host", HOST), ("Software", SOFTWARE)):
         none = {name: "?" if name in untold else "none" for name in names}
@@ -199,9 +193,7 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
 
 
 def text(name: str, value: Any) -> str:
-    """A value of the document called ``name`` as markup, "" if it is unknown; of a record what is
-    known.
-    """
+    """A value called ``name`` as markup, "" if it is unknown; of a record what is known."""
     if isinstance(value, dict):
         record = cast("dict[str, Any]", value)
         known = {key: text(key, each) for key, each in record.items() if key != "gpus"}

@@ -106,9 +106,7 @@ def ask(
 
 
 def _run(command: Sequence[str], file: BinaryIO, timeout: float) -> str:
-    """How a command ended, which writes into ``file``. Its session is killed when ``timeout``
-    seconds are over, or this process is interrupted.
-    """
+    """How a command ended; its session is killed after ``timeout`` seconds, or by an interrupt."""
     env = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
     process = subprocess.Popen(command, env=env, start_new_session=True, **streams)

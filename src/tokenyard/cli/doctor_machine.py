@@ -34,7 +34,6 @@ class Machine:
         facts: ``docs/how-to/doctor.md`` lists them. None: could not tell, or not there.
         untold: why something could not be told, by its name.
         workload: one MoE layer. asked: whether somebody gave a size of it.
-        self_tests: those that ran.
     """
 
     facts: dict[str, Any]
@@ -114,11 +113,9 @@ class Machine:
     def need(self) -> dict[str, Any]:
         """Bytes that one rank needs while it dispatches and combines: ``even`` if every expert is
         equally popular, ``most`` if every token comes here; ``free`` for it (None: unknown), and
-        ``where``.
-
-        Counts received rows with their routing, the combined result and the engine's buffers; not
-        the experts' own tensors. On GPUs free is what the fullest of them has left; on the CPU the
-        host's memory is shared among the ranks.
+        ``where``: what the fullest GPU has left, else a share of the host's memory. Received rows
+        with their routing, the combined result and the engine's buffers count; the experts' own
+        tensors do not.
         """
         sizes = ("tokens", "hidden", "experts", "topk", "ranks")
         tokens, hidden, experts, topk, ranks = (self.workload[name] for name in sizes)

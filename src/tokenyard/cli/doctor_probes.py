@@ -63,9 +63,7 @@ def limits() -> Record:
 
 
 def pci() -> Record:
-    """NVIDIA's display controllers on the bus, and the distinct kinds of their IOMMU domains
-    ("identity", "DMA", "DMA-FQ", ...).
-    """
+    """NVIDIA's display controllers on the bus, and kinds of their IOMMU domains ("DMA", ...)."""
     vendors = (ROOT / "sys/bus/pci/devices").glob("*/vendor")
     nvidia = [file.parent for file in vendors if file.read_text().strip() == "0x10de"]
     found = [device for device in nvidia if (device / "class").read_text().startswith("0x03")]
@@ -99,7 +97,6 @@ def triton() -> str | None:
 
 
 def build() -> Record:
-    """Of torch."""
     import torch
     import torch.distributed as dist
 
@@ -307,15 +304,11 @@ QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "self-test": lambda *words: import_module("tokenyard.cli.doctor_selftest").run(*words)
     },
 }
-"""By the process that answers and the name of the fact. What may hang comes last, so that the rest
-is known.
-"""
+"""By the process that answers and the name of the fact. What may hang comes last."""
 
 
 def main(group: str, *words: str) -> None:
-    """Answer the questions of ``group`` on stdout, each as soon as it is known: a JSON line with
-    its ``name``, and ``value`` or ``error``.
-    """
+    """Answer ``group`` on stdout: at once, a JSON line with ``name`` and ``value`` or ``error``."""
     for name, ask in QUESTIONS[group].items():
         try:
             line = json.dumps({"name": name, "value": ask(*words)})
@@ -325,9 +318,7 @@ def main(group: str, *words: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An exception as a line of at most 500 characters; of a traceback within its message (a
-    rank's) only the end.
-    """
+    """An exception as a line of at most 500 characters; of a rank's traceback only the end."""
     head, *traces = str(error).split("\nTraceback (")
     if not traces:
         head = ": ".join(filter(None, (type(error).__name__, head)))

@@ -18,11 +18,9 @@ TOKENS, HIDDEN, TOPK = 24, 256, 4
 
 
 def run(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
-    """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"); a silent rank is waited
-    for ``seconds``.
-
-    Arguments are words of a command line. Returns the ``engine`` that ran, ``why``, and how many
-    ``seconds`` it took.
+    """Run the test on so many local ranks of ``device`` ("cpu" or "cuda"). All are words of a
+    command line; a silent rank is waited for ``seconds``. Returns the ``engine``, ``why``, and
+    ``seconds``.
 
     Raises:
         RuntimeError: a rank raised; its traceback is the message.
@@ -33,12 +31,8 @@ def run(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]
 
 
 def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
-    """One rank's part: dispatch and combine in two layouts. Returns the engine and why it is.
-
-    Experts do not divide by the ranks, and some tokens pick one expert twice.
-
-    Raises:
-        AssertionError: a bit is wrong; says which layout and rank, and where.
+    """One rank's part: two layouts, experts that do not divide by the ranks, tokens that pick an
+    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where.
     """
     known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
     cases = [

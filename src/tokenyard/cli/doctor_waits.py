@@ -1,5 +1,5 @@
-"""``tokenyard doctor --waits``: what ranks have waited for, from files that hold what
-``ep.stats().prometheus()`` gave on each, and whether a rank is slow, or the way between two.
+"""``tokenyard doctor --waits``: what ranks waited for, and what is slow, from files that hold what
+``ep.stats().prometheus()`` gave on each.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def _alike(pairs: Pairs, long: Pairs, at: int) -> list[tuple[int, Pairs, int]]:
 
 
 def document_of(waits: Waits) -> dict[str, object]:
-    """As JSON has it."""
     shown = {
         what: [{"rank": to, "source": source, "seconds": s} for (to, source), s in pairs.items()]
         for what, pairs in waits.items()

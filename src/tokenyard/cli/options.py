@@ -26,10 +26,7 @@ def option(text: str, **known: Any) -> Any:
 
 
 def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a function of one argument a command whose options are the fields of ``kind``.
-
-    ``kind`` is a dataclass; its annotations are those of a function that typer would take.
-    """
+    """Make a function of one argument a command: its options are fields of dataclass ``kind``."""
 
     def decorate(run: Callable[[T], None]) -> Callable[..., None]:
         def call(**given: Any) -> None:
@@ -46,12 +43,10 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
 
 
 def bad(option: str, why: str) -> NoReturn:
-    """Raises: BadParameter: always."""
     raise typer.BadParameter(why, param_hint=option)
 
 
 def check_words(option: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    """All of ``asked`` are ``known``."""
     for word in asked:
         if word not in known:
             bad(option, f"{word!r} is unknown; use one of {', '.join(known)}")
@@ -81,9 +76,7 @@ def check_device(device: str) -> None:
 
 
 def check_engine(engine: str, device: str) -> None:
-    """The ``--engine`` is not one whose kernels need GPUs where ranks work on the CPU. (Whether it
-    fits GPUs, ranks find out.)
-    """
+    """On the CPU, the ``--engine`` needs no kernels. (Whether it fits GPUs, ranks find out.)"""
     if device == "cpu" and engine not in (AUTO, COLLECTIVE):
         why = f"engine {engine!r} cannot work here: {obstacle_of(None)}; engine 'collective' can"
         bad("--engine", why)

@@ -1,6 +1,4 @@
-"""``tokenyard plan``: what dispatch and combine would take on a machine that need not be at
-hand, as tables for a reader or as JSON for a program.
-"""
+"""``tokenyard plan``: what dispatch and combine would take on a machine that is not at hand."""
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ IGNORED = (
     "GPUs that wait for slower ones. The network was never measured."
 )
 
-
 Dtypes = Annotated[
     list[str] | None,
     option("bf16, fp8: of dispatched rows; may be given several times.", show_default="both"),
@@ -50,8 +47,6 @@ Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard plan``."""
-
     nodes: Annotated[int, option("Machines.")] = 1
     gpus_per_node: Annotated[int, option("GPUs that map each other's memory, a rank each.")] = 8
     tokens: Annotated[int, option("Tokens per rank.")] = 4096

@@ -43,9 +43,7 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Curves by label over ``x``, both axes logarithmic, named ``x`` and ``y``. A curve of label
-    :data:`FLOOR` is what the link allows. Every x of a point is named below.
-    """
+    """Curves by label, both axes logarithmic; of label :data:`FLOOR`: what the link allows."""
 
     title: str
     x: str
@@ -54,9 +52,7 @@ class Panel(NamedTuple):
 
 
 def styles(labels: Iterable[str], ours: Callable[[str], bool]) -> dict[str, Look]:
-    """Colour and marker per label, the same in all panels: warm where ``ours``, which come first,
-    else cold.
-    """
+    """Colour and marker per label, the same in all panels: ``ours`` first and warm, others cold."""
     colours = {True: cycle(OURS), False: cycle(THEIRS)}
     marked = zip(dict.fromkeys(labels), cycle(MARKERS), strict=False)
     looks = {name: {"color": next(colours[ours(name)]), "marker": mark} for name, mark in marked}
@@ -73,9 +69,7 @@ def save_panels(
     lines: int = 1,
     columns: int = 4,
 ) -> None:
-    """Write a figure under a title: so many lines of panels, and one legend below, in the order of
-    ``looks``, which says what curves look like.
-    """
+    """Write lines of panels under a title, and one legend below, in the order of ``looks``."""
     across = -(-len(panels) // lines)
     size = (12.5 if across < 3 else 15, 1.6 + 3.4 * lines)
     figure = Figure(figsize=size, layout="constrained")
@@ -128,9 +122,7 @@ WORDS = (*SWEPT, "skew", "dtype", "layout", "quantize")
 def curves_of(
     rows: Iterable[Measurement], x: Callable[[Measurement], float], label: Callable[[Any], str]
 ) -> dict[str, list[Point]]:
-    """Timed rows as points, microseconds with whiskers from min to p99, and what the link allows,
-    where that is known.
-    """
+    """Timed rows as points, microseconds from min to p99, and what the link allows where known."""
     curves, floor = dict[str, list[Point]](), dict[float, Point]()
     for row in sorted(rows, key=x):
         assert row.best, "rows without times are not drawn"
@@ -142,9 +134,7 @@ def curves_of(
 
 
 def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
-    """Write a PNG with a line of panels per kind of case: dispatch (fresh and cached) to the left,
-    combine to the right. Rows without times are left out.
-    """
+    """Write a PNG, a line of panels per kind of case: dispatch, fresh and cached, and combine."""
     rows = [row for row in rows if row.wall]
     values = {name: {getattr(row.case, name) for row in rows} for name in WORDS}
     axis = next((name for name in SWEPT if len(values[name]) > 1), SWEPT[0])
@@ -184,9 +174,7 @@ DTYPES: dict[str, Look] = {"bf16": {"marker": "o"}, "fp8": {"marker": "s", "line
 
 
 def save_plans(path: Path, plans: Sequence[prediction.Plan]) -> None:
-    """Write a PNG: dispatch to the left, combine to the right, over numbers of GPUs; a colour per
-    engine, warm for our kernels, a line per dtype.
-    """
+    """Write a PNG over numbers of GPUs: a panel per call, colour per engine, line per dtype."""
     work = plans[0].workload
     text = (
         f"tokenyard plan: {work.tokens} tokens per rank, hidden {work.hidden}, top-{work.topk} of "
@@ -212,9 +200,7 @@ def save_plans(path: Path, plans: Sequence[prediction.Plan]) -> None:
 
 
 def heat_map(axes: Axes, matrix: Sequence[Sequence[float]], *, title: str, unit: str) -> None:
-    """Draw ``matrix[source][destination]``; the diagonal is left blank, since those rows cross no
-    wire.
-    """
+    """Draw ``matrix[source][destination]``; the diagonal, which crosses no wire, is left blank."""
     places = [(i, j) for i in range(len(matrix)) for j in range(len(matrix))]
     wire = [
         [float("nan") if i == j else v for j, v in enumerate(row)] for i, row in enumerate(matrix)

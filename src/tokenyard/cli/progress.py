@@ -1,6 +1,4 @@
-"""Work that ranks do for a command, and how far they are: on a terminal a line that changes, lines
-on stderr elsewhere.
-"""
+"""Work that ranks do for a command, and how far they are."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def advance(counter: Counter | None) -> None:
 
 
 def on_all_ranks(run: Callable[..., T], ranks: int, device: str, *arguments: object) -> T:
-    """What rank 0 returns of ``run(device, *arguments)``: on the ranks of the launcher if there is
-    one, else on ``ranks`` processes of our own.
-    """
+    """What rank 0 returns of ``run(device, *arguments)``: on a launcher's ranks, else our own."""
     if not launch.under_torchrun():
         return launch.spawn(run, ranks, *arguments, device=device)[0]
     with launch.joined_by_launcher(device) as here:

@@ -1,6 +1,4 @@
-"""``python -m tokenyard.deep_ep run SCRIPT ...``: run a program that imports ``deep_ep``, unchanged
-and without installing it.
-"""
+"""``python -m tokenyard.deep_ep run SCRIPT``: run a program that imports ``deep_ep``, unchanged."""
 
 from __future__ import annotations
 
@@ -21,12 +19,6 @@ run:  start this Python with the rest of the line; there, and in every process i
 path: print the directory to put on PYTHONPATH for the same effect.
 G:    whose names programs find, {", ".join(GENERATIONS)} (default 1): Buffer; Buffer and
       HybridEPBuffer (branch hybrid-ep); ElasticBuffer and Buffer; EPBuffer."""
-
-
-def search_path(shim: Path, present: str) -> str:
-    """``PYTHONPATH`` for a program: the shim first, tokenyard last."""
-    root = Path(tokenyard.__file__).parent.parent
-    return os.pathsep.join([str(shim), *filter(None, [present]), str(root)])
 
 
 def _generation(arguments: list[str]) -> tuple[str, list[str]]:
@@ -53,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) != ["run"] or not rest:
         print(USAGE, file=sys.stderr)
         return 2
-    environment = {**os.environ, "PYTHONPATH": search_path(shim, os.environ.get("PYTHONPATH", ""))}
-    os.execve(sys.executable, [sys.executable, *rest], environment)
+    before, root = os.environ.get("PYTHONPATH"), Path(tokenyard.__file__).parent.parent
+    path = os.pathsep.join(filter(None, [str(shim), before, str(root)]))
+    os.execve(sys.executable, [sys.executable, *rest], {**os.environ, "PYTHONPATH": path})
 
 
 if __name__ == "__main__":

@@ -15,15 +15,14 @@ from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
-from tokenyard.deep_ep.low_latency_state import LowLatencyState
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.runtime import Runtime
-from tokenyard.deep_ep.scratch import Scratch
+from tokenyard.deep_ep.runtime import Runtime, Scratch
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
+from tokenyard.header import COMBINE
 
 
-class Buffer(LowLatencyState):
+class Buffer(decode.LowLatencyState):
     """Dispatch and combine with DeepEP's (V1) names, on any group of any size, CPU and CUDA tensors
     alike.
 
@@ -104,9 +103,7 @@ class Buffer(LowLatencyState):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set ``Buffer.num_sms``, an even number: what engines of normal mode may fill, if their
-        first call with new sizes comes later.
-        """
+        """Set ``Buffer.num_sms`` (even) for engines of normal mode that are made later."""
         number = whole("num_sms", new_num_sms, 0, MOST_SMS)
         if number % 2:
             raise ValueError(f"num_sms ({new_num_sms}) must be even, as in DeepEP")
@@ -266,7 +263,7 @@ class Buffer(LowLatencyState):
                 known = inputs.check_handle(handle, NormalHandle, self.group)
                 terms = normal.check_combine(x, known, topk_weights, bias)
         except inputs.REFUSED as error:
-            raise normal.refused_combine(natives, error, handle) from None
+            raise natives.refused_with(error, handle, NormalHandle, COMBINE) from None
         natives.last_normal = known.ep
         arguments = x, known, topk_weights, terms
         (combined, weights), event = self._streams.run(
@@ -283,9 +280,7 @@ class Buffer(LowLatencyState):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of symmetric memory per rank that low-latency mode takes here on GPUs, for bf16
-        rows and up to 16 picks.
-        """
+        """Bytes per rank of low-latency mode here on GPUs, for bf16 rows and up to 16 picks."""
         return decode.size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def low_latency_dispatch(
@@ -385,7 +380,7 @@ class Buffer(LowLatencyState):
                 )
                 experts = overlap.checked(fork, known)
         except inputs.REFUSED as error:
-            raise decode.refused_combine(natives, error, handle) from None
+            raise natives.refused_with(error, handle, LowLatencyHandle, COMBINE) from None
         natives.last_low_latency = known.ep
         arguments = (rows, known, topk_weights, out, waits, experts, hooked)
         (combined, hook), event = self._streams.run(

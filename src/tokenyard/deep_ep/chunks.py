@@ -1,6 +1,4 @@
-"""DeepEP's ``Config``: how its kernels cut their work. Engines here heed ``num_sms``, and cut their
-work by themselves.
-"""
+"""DeepEP's ``Config``: how its kernels cut their work. Engines here heed ``num_sms`` only."""
 
 from __future__ import annotations
 
@@ -11,13 +9,10 @@ from tokenyard.arguments import LARGEST
 from tokenyard.deep_ep.inputs import whole
 
 RING_BYTES = 128 << 20
-"""Symmetric memory that a native object takes by default, on engines that have any, whatever the
-batch and the hidden size.
-"""
+"""Symmetric memory of a native object by default, if its engine has any, whatever the batch."""
 
 USUAL_SMS = 20
-"""DeepEP's choice of multiprocessors. Unless ``Buffer.set_num_sms`` asks for so many, nobody does.
-"""
+"""DeepEP's choice of multiprocessors, which counts if ``Buffer.set_num_sms`` asks for it."""
 
 MOST_SMS = 1024
 """More than any GPU has. Tables in handles have a column for two."""
@@ -56,9 +51,7 @@ class Config:
             )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes per rank that normal mode needs here: the same for every hidden size, number of
-        ranks and batch.
-        """
+        """Bytes per rank of normal mode here: the same for any hidden size, ranks and batch."""
         _check_hint(hidden_bytes, num_ranks)
         return RING_BYTES
 
@@ -74,7 +67,6 @@ def _check_hint(hidden_bytes: int, num_ranks: int) -> None:
 
 
 def check_config(config: Any, default: int) -> int:
-    """The multiprocessors that a config allows."""
     if config is None:
         return default
     if not isinstance(config, Config):

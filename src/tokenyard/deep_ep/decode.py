@@ -1,6 +1,4 @@
-"""Low-latency mode: one block of ``R * M`` rows per local expert, static shapes, weights applied on
-the way back.
-"""
+"""Low-latency mode: blocks of ``R * M`` rows per local expert; combine applies the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives,
 from tokenyard.deep_ep.overlap import Overlap, hook_of
 from tokenyard.deep_ep.overlap import wait as wait_for
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.header import COMBINE, DISPATCH
+from tokenyard.header import DISPATCH
 from tokenyard.results import by_column
 from tokenyard.routing import expert_bounds
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, Layout, Quantize
@@ -30,7 +28,6 @@ MOST_PICKS = 16
 """Picks per token that the size hint leaves room for."""
 
 PADDED = Layout.EXPERT_PADDED
-"""The layout of this mode."""
 
 BY_COLUMN = CallOptions(scales_by_column=True)
 """Of a dispatch that was asked for no statistics."""
@@ -42,8 +39,8 @@ Hook = Callable[[], None]
 
 
 def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Bytes of symmetric memory on one rank: rings, or (engine low_latency) two halves of a slot
-    per token of every rank, for each object; whichever is more.
+    """Bytes of symmetric memory on a rank: rings, or two slots per token of every rank in each
+    object of engine low_latency; whichever is more.
 
     >>> size_hint(128, 7168, 8, 288) // 10**6  # DeepEP: 2147
     134
@@ -159,12 +156,6 @@ def refused(
     return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
 
 
-def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
-    """The same of a combine, whose handle says on which object."""
-    whom = natives.whom_of(handle, LowLatencyHandle, natives.last_low_latency)
-    return natives.refused(error, whom, COMBINE)
-
-
 def dispatch(
     natives: Natives,
     sizes: Sizes,
@@ -175,45 +166,29 @@ def dispatch(
     waits: Tensor | None,
     hooked: bool,
 ) -> tuple[Rows, Tensor, LowLatencyHandle, Hook | None]:
-    """Rows by expert, how many each expert got, the handle, and a hook if asked for.
-
-    Counts are added to ``stats`` and waiting times to ``waits``, by the hook if there is one.
-    """
+    """Rows by expert, counts, the handle, and a hook, if asked for, that adds the statistics."""
     ep = natives.low_latency(sizes)
-    if ep.engine != LOW_LATENCY:
-        made = _dispatch_elsewhere(ep, x, topk_idx, mode, stats, waits)
-        return *made, nothing_left if hooked else None
-    options = None if mode is None else BY_COLUMN
-    if stats is not None or waits is not None:
+    low = ep.engine == LOW_LATENCY
+    options = BY_COLUMN if low and mode is not None else None
+    if low and (stats is not None or waits is not None):
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
+    in_two = hooked and low
     recv = ep.dispatch(
-        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=hooked, options=options
+        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=in_two, options=options
     )
-    seen, hook = recv, None
-    if hooked:
+    seen, hook = recv, nothing_left if hooked else None
+    if in_two:
         seen, hook = recv.ahead, recv.wait
         seen.wait()  # sooner than by reading
-    rows = seen.x if mode is None else (seen.x, seen.scales)
-    return rows, seen.tokens_per_expert, LowLatencyHandle.around(ep, seen.handle), hook
-
-
-def _dispatch_elsewhere(
-    ep: ExpertParallel,
-    x: Tensor,
-    topk_idx: Tensor,
-    mode: Quantize | None,
-    stats: Tensor | None,
-    waits: Tensor | None,
-) -> tuple[Rows, Tensor, LowLatencyHandle]:
-    """On other engines statistics are added, and scales transposed, behind the call."""
-    recv = ep.dispatch(x, topk_idx, layout=PADDED, exact=False, quantize=mode)
-    counts, scales = recv.tokens_per_expert, recv.scales
-    if stats is not None:
-        stats.add_(counts)
-    if waits is not None:
-        _add_waits(ep, waits)
-    rows = recv.x if scales is None else (recv.x, by_column(scales))
-    return rows, counts, LowLatencyHandle.around(ep, recv.handle)
+    counts, scales = seen.tokens_per_expert, seen.scales
+    if not low:  # other engines have no such options
+        if stats is not None:
+            stats.add_(counts)
+        if waits is not None:
+            _add_waits(ep, waits)
+        scales = None if scales is None else by_column(scales)
+    rows = seen.x if scales is None else (seen.x, scales)
+    return rows, counts, LowLatencyHandle.around(ep, seen.handle), hook
 
 
 def combine(
@@ -225,9 +200,7 @@ def combine(
     experts: Overlap | None,
     hooked: bool,
 ) -> tuple[Tensor, Hook | None]:
-    """The weighted sum of each token's rows, and a hook if asked for, behind the ``experts``.
-    Waiting times are added to ``waits``.
-    """
+    """The weighted sum of each token's rows behind the ``experts``, and a hook if asked for."""
     wait_for(experts)
     ep, native = handle.ep, handle.native
     low = ep.engine == LOW_LATENCY
@@ -252,11 +225,7 @@ def combine(
 
 
 def written_buffer(handle: LowLatencyHandle) -> Tensor:
-    """What ``get_next_low_latency_combine_buffer`` gave out.
-
-    Raises:
-        ValueError: nobody asked for it.
-    """
+    """What ``get_next_low_latency_combine_buffer`` gave out."""
     if handle.next_buffer is None:
         raise ValueError(
             "zero_copy=True reads what get_next_low_latency_combine_buffer(handle) gave out, but "
@@ -267,6 +236,78 @@ def written_buffer(handle: LowLatencyHandle) -> Tensor:
 
 def nothing_left() -> None:
     """The hook of a call whose rows are good for the current stream already."""
+
+
+# Between calls
+
+
+class LowLatencyState:
+    """A buffer's objects of low-latency mode between calls; all have the same masks."""
+
+    group: Any
+    rank: int
+    group_size: int
+    enable_shrink: bool
+    _natives: Natives
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing: the two modes share no memory."""
+        self._natives.check_open()
+        check_sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
+        """Where experts may write for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M,
+        H]``, one per handle.
+        """
+        self._natives.check_open()
+        known = inputs.check_handle(handle, LowLatencyHandle, self.group)
+        if known.next_buffer is None:
+            known.next_buffer = known.ep.empty_for_combine(known.native)
+        return known.next_buffer
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a dead rank out (``mask=True``), or take it back.
+
+        Raises:
+            NotSupported: the engine cannot.
+            ValueError: no ``enable_shrink=True``, no other rank, or no call of this mode yet.
+        """
+        rank = whole("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        if rank == self.rank:
+            raise ValueError(f"rank_to_mask ({rank}) is this rank: name another one")
+        objects, out = self._shrinking(), flag("mask", mask)
+        if out and not objects:
+            raise ValueError(
+                f"rank {rank} cannot be left out yet: the first low-latency call connects all "
+                f"ranks, so make one before"
+            )
+        for ep in objects:
+            if out:
+                ep.mask(rank)
+            elif ep.engine == LOW_LATENCY:
+                ep.unmask(rank)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write 1 for masked ranks, else 0, into ``mask_status`` (int32 ``[R]``); no wait."""
+        objects = self._shrinking()
+        inputs.array("mask_status", mask_status, "[R]", (self.group_size,), (torch.int32,))
+        mask_status.zero_()
+        for ep in objects:
+            if ep.engine == LOW_LATENCY:
+                mask_status |= ep.active_mask == 0
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all ranks back."""
+        for rank in set(range(self.group_size)) - {self.rank}:
+            self.low_latency_update_mask_buffer(rank)
+
+    def _shrinking(self) -> list[ExpertParallel]:
+        self._natives.check_open()
+        if not self.enable_shrink:
+            raise ValueError("Shrink mode must be enabled: make Buffer with enable_shrink=True")
+        return self._natives.all_low_latency()
 
 
 # Statistics

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
-from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.helpers.missing import missing_call
 from tokenyard.errors import NotSupported
@@ -143,16 +142,9 @@ class ElasticBuffer(CoreBuffer):
                 None; the handle; the event (None in it unless ``async_with_compute_stream``).
         """
         flags = rest_of("dispatch", flags, DISPATCH_FLAGS)
-        routing = Routing(
-            topk_idx,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            num_experts,
-            num_max_tokens_per_rank,
-            expert_alignment,
-            num_sms,
-            num_qps,
-        )
+        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
+        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+        routing = Routing(*picks, *sizes, num_sms, num_qps)
         later = async_with_compute_stream, allocate_on_comm_stream
         when = previous_event, previous_event_before_epilogue, *later
         return self._dispatch(x, handle, routing, when, flags)

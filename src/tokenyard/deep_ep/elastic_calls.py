@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from tokenyard import autograd, gradients
-from tokenyard.autograd import Call
 from tokenyard.deep_ep import native_calls, normal
-from tokenyard.deep_ep.elastic_handle import (
-    CoreHandle,
-    ReceivedIds,
-    Shape,
-    keep_psums,
-    most_rows,
-)
+from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.elastic_inputs import Routing
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import Rows
@@ -33,27 +27,20 @@ Dispatched = tuple[
 def dispatch(
     natives: Natives,
     object_tokens: int,
-    data: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    stats: Tensor | None,
+    rows: tuple[Tensor, Tensor | None],
+    routing: Routing,
     shape: Shape,
     by_column: bool,
     made: tuple[type[CoreHandle], bool, int],
 ) -> Dispatched:
-    """A fresh dispatch.
-
-    Args:
-        object_tokens: ``max_tokens_per_rank`` of the native object.
-        by_column: lay received scales column by column.
-        made: of the handle: its class, whether to copy ids, ranks of a scale-up group.
+    """A fresh dispatch. ``object_tokens``: ``max_tokens_per_rank`` of the native object;
+    ``by_column``: lay received scales so; ``made`` of the handle: its class, whether to copy ids,
+    scale-up ranks.
     """
-    num_topk, exact = topk_idx.shape[1], shape.do_cpu_sync
-    ep = natives.normal(
-        (data.shape[1], shape.num_experts, num_topk, object_tokens, data.device),
-        object_tokens == shape.num_max_tokens_per_rank,
-    )
+    data, topk_idx, exact = rows[0], routing.topk_idx, shape.do_cpu_sync
+    num_topk, bounded = topk_idx.shape[1], object_tokens == shape.num_max_tokens_per_rank
+    sizes = data.shape[1], shape.num_experts, num_topk, object_tokens, data.device
+    ep = natives.normal(sizes, bounded)
     layout, alignment, capacity = Layout.FLAT, 1, None
     if shape.do_expand:
         layout, alignment = Layout.EXPERT_MAJOR, shape.expert_alignment
@@ -61,9 +48,9 @@ def dispatch(
             tokens, local = ep.config.padded_rows, ep.config.most_local_experts
             capacity = most_rows(tokens, num_topk, local, alignment)
     wanted = layout, exact, alignment, capacity
-    recv = native_calls.dispatch(ep, (data, scales), topk_idx, weights, wanted)
-    if stats is not None:
-        stats.add_(recv.tokens_per_expert)
+    recv = native_calls.dispatch(ep, rows, topk_idx, routing.topk_weights, wanted)
+    if routing.stats is not None:
+        routing.stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
     native = recv.handle
@@ -82,21 +69,18 @@ def dispatch(
 
 
 def redispatch(
-    data: Tensor,
-    scales: Tensor | None,
+    rows: tuple[Tensor, Tensor | None],
     inner: NormalHandle,
     weights: Tensor | None,
     received: ReceivedIds,
     by_column: bool,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """Rows along a known routing, with the ids ``received`` then; and new weights, in an exchange
-    of their own.
-    """
+    """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
     ep, native = inner.ep, inner.native
-    recv = native_calls.redispatch(ep, (data, scales), native)
+    recv = native_calls.redispatch(ep, rows, native)
     if weights is not None:
-        ids, rows = received.known(), native.num_rows
-        weights = gradients.weights_there(_call(inner), weights.float(), ids, rows)
+        ids, num_rows = received.known(), native.num_rows
+        weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, num_rows)
     return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
@@ -108,25 +92,14 @@ def combine(
     if weights is None or native.layout is Layout.FLAT:
         return normal.combine(x, inner, weights, terms)
     reduce = gradients.by_arrival(weights.float(), native.plan, native.spec, None)
-    return autograd.combine(_call(inner), x, None, reduce, terms)
-
-
-def _call(inner: NormalHandle) -> Call:
-    """Calls along the plan of a handle, in any order of rows."""
-    native, calls = inner.native, inner.ep._calls  # pyright: ignore[reportPrivateUsage]
-    return Call(calls, native.spec, plan=native.plan)
+    return autograd.combine(native_calls.along(inner), x, None, reduce, terms)
 
 
 def _rows(recv: Received, by_column: bool) -> Rows:
+    """``by_column``: scales ``[rows, S]`` so, columns a multiple of 16 bytes apart."""
     scales = recv.scales
-    if scales is None:
-        return recv.x
-    return recv.x, _in_columns(scales) if by_column else scales
-
-
-def _in_columns(scales: Tensor) -> Tensor:
-    """``scales [rows, S]`` laid out column by column, columns a multiple of 16 bytes apart."""
-    rows, width = scales.shape
-    apart = -(-rows // SCALES_TOGETHER) * SCALES_TOGETHER
-    room = torch.empty_strided((rows, width), (1, apart), dtype=scales.dtype, device=scales.device)
-    return room.copy_(scales)
+    if scales is None or not by_column:
+        return recv.x if scales is None else (recv.x, scales)
+    apart = -(-len(scales) // SCALES_TOGETHER) * SCALES_TOGETHER
+    room = torch.empty_strided(scales.shape, (1, apart), dtype=scales.dtype, device=scales.device)
+    return recv.x, room.copy_(scales)

@@ -1,11 +1,11 @@
-"""What ``ElasticBuffer`` (DeepEP V2.1) and ``EPBuffer`` (V2.5) have in common: one core on native
-objects.
-"""
+"""What ``ElasticBuffer`` (DeepEP V2.1) and ``EPBuffer`` (V2.5) have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import inspect
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_inputs, inpu
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.elastic_inputs import Routing, When
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives, timeout_of
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams, in_words_of_deep_ep
 from tokenyard.errors import NotSupported
+from tokenyard.header import CACHED, COMBINE
 from tokenyard.rendezvous import agree, group_store
 from tokenyard.topology import settle_topology, this_host
 
@@ -45,6 +47,7 @@ PATIENCE: dict[str, Any] = {
 }
 """The last arguments of a constructor."""
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 FLAGS = (
     "use_fp8_dispatch",
@@ -54,6 +57,36 @@ FLAGS = (
     "prefer_overlap_with_compute",
 )
 """Arguments of a constructor that are on or off."""
+
+
+def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
+    """``inspect.signature``, which frameworks ask, shows ``defaults`` instead of ``**rest``."""
+
+    def show(function: Function) -> Function:
+        known = inspect.signature(function)
+        named = [each for each in known.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        rest = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=value)
+            for name, value in defaults.items()
+        ]
+        shown: Any = function
+        shown.__signature__ = known.replace(parameters=[*named, *rest])
+        return function
+
+    return show
+
+
+def rest_of(call: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest as ``given``, else by ``defaults``. TypeError: one is none of them.
+
+    >>> rest_of("f", {"b": 3}, {"a": 1, "b": 2})
+    {'a': 1, 'b': 3}
+    """
+    every = {**defaults, **given}
+    if len(every) != len(defaults):
+        name = next(name for name in given if name not in defaults)
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    return every
 
 
 class CoreBuffer:
@@ -98,14 +131,12 @@ class CoreBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
             self.rank_idx, self.num_scaleup_ranks
         )
-        self._sms: dict[tuple[int, int], int] = {}
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
         rings = self.num_bytes - self.num_bytes % elastic_facts.HINT_UNIT
         self._natives = Natives(group, self.rank_idx, self.num_ranks, rings, timeout=self._timeout)
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
     def _settle(self, given: Mapping[str, Any]) -> None:
-        """Look at all arguments, and keep them."""
         self._timeout = 0.0  # what a rank says that refuses its own
         tokens, hidden = (whole(n, given[n]) for n in ("num_max_tokens_per_rank", "hidden"))
         self.num_max_tokens_per_rank = tokens
@@ -213,29 +244,14 @@ class CoreBuffer:
                 (``EPBuffer``: 180 and 45).
         """
         experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
-        rates = elastic_facts.check_rates(
-            {
-                "rdma_gbs": rdma_gbs,
-                "nvlink_gbs": nvlink_gbs,
-                "sm_read_gbs": sm_read_gbs,
-                "sm_write_gbs": sm_write_gbs,
-            },
-            self._estimate.rates,
-        )
+        given = rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs
+        rates = elastic_facts.check_rates(given, self._estimate.rates)
         return self._num_sms(experts, picks, rates)
 
     def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
         domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
         how = rates, overlaps, self._estimate
         return elastic_facts.theoretical_num_sms(experts, picks, *domains, *how)
-
-    def _usual_sms(self, experts: int, picks: int) -> int:
-        """Of a call that does not say."""
-        known = self._sms.get((experts, picks))
-        if known is None:
-            known = self._num_sms(experts, picks, self._estimate.rates)
-            self._sms[experts, picks] = known
-        return known
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs that DeepEP takes for ``num_sms``; here nothing takes any."""
@@ -246,20 +262,16 @@ class CoreBuffer:
     # Collective calls
 
     def _barrier(self, on_comm: tuple[str, Any], with_cpu_sync: Any, sequential: Any) -> None:
-        """A row from every rank to every rank, which the current stream waits for. ``on_comm``:
-        name and value.
-        """
+        """The current stream waits for a row from every rank. ``on_comm``: name and value."""
         natives, later = self._natives.check_open(), flag(*on_comm)
         flag("sequential", sequential)
         on_gpu = torch.cuda.is_initialized()
         syncs = flag("with_cpu_sync", with_cpu_sync) and on_gpu
         if syncs:
             torch.cuda.synchronize()
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        like = torch.zeros(natives.world_size, COUNT_WORDS, device=device)
-        _, event = self._streams.run(_meet_peers, (natives, like), like, None, later)
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        like = torch.zeros(natives.world_size, COUNT_WORDS, dtype=torch.int32, device=device)
+        _, event = self._streams.run(natives.swap, (like, False), like, None, later)
         if event.event is not None:
             event.current_stream_wait()
         if syncs:
@@ -269,66 +281,38 @@ class CoreBuffer:
         self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
         natives = self._natives.check_open()
-        fresh: elastic_inputs.Fresh | None = None
+        shape: Shape | None = None
         known: CoreHandle | None = None
         try:
             with DisableTorchFunction():
                 later, after = elastic_inputs.check_when(when)
                 elastic_inputs.check_flags(flags, later, self._copies_handles)
-                data, scales = inputs.check_rows(x)
+                rows = inputs.check_rows(x)
                 if handle is None:
                     most = self.num_max_tokens_per_rank
-                    fresh = elastic_inputs.check_fresh(natives, data, routing, most)
+                    shape = elastic_inputs.check_fresh(natives, rows[0], routing, most, flags)
                 else:
-                    known = elastic_inputs.check_cached(
-                        handle, self._kind, data, routing, self.group
-                    )
-                    elastic_inputs.check_cached_flags(known, flags)
+                    given = handle, self._kind, rows[0], routing, flags
+                    known = elastic_inputs.check_cached(*given, self.group)
         except inputs.REFUSED as error:
             raise self._refused(error, x, handle, routing, flags) from None
-        if fresh is not None:
-            return self._fresh(data, scales, routing, fresh, flags, (later, after))
-        assert known is not None
-        inner, by_column = known.inner, flags["use_tma_aligned_col_major_sf"]
-        natives.last_normal = inner.ep
-        given = data, scales, inner, routing.topk_weights, known.received, by_column
-        result, event = self._streams.run(
-            elastic_calls.redispatch, given, data, after, later, inner
-        )
-        return *result, known, event
-
-    def _fresh(
-        self,
-        data: Tensor,
-        scales: Tensor | None,
-        routing: Routing,
-        fresh: elastic_inputs.Fresh,
-        flags: dict[str, Any],
-        when: tuple[bool, EventOverlap | None],
-    ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
-        idx: Tensor = routing.topk_idx
-        num_experts, most, alignment, num_sms = fresh
-        exact = flags["do_cpu_sync"] is not False
-        num_sms = num_sms or self._usual_sms(num_experts, idx.shape[1])
-        num_sms += num_sms % self._sms_together
-        expands, by_column = bool(flags["do_expand"]), bool(flags["use_tma_aligned_col_major_sf"])
-        shape = Shape(num_experts, alignment, most, num_sms, expands, exact)
-        given = (
-            self._natives,
-            self._object_tokens() if exact else most,
-            data,
-            scales,
-            idx,
-            routing.topk_weights,
-            routing.stats,
-            shape,
-            by_column,
-            (self._kind, flags["do_handle_copy"], self.num_scaleup_ranks),
-        )
-        later, after = when
-        result, event = self._streams.run(elastic_calls.dispatch, given, data, after, later)
-        rows, recv_idx, weights, _, handle, _ = result
-        return rows, recv_idx, weights, handle, event
+        run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
+        if known is not None:
+            inner = known.inner
+            natives.last_normal = inner.ep
+            call = rows, inner, routing.topk_weights, known.received, by_column
+            result, event = run(elastic_calls.redispatch, call, rows[0], after, later, inner)
+            return *result, known, event
+        assert shape is not None
+        experts, picks = shape.num_experts, routing.topk_idx.shape[1]
+        num_sms = shape.num_sms or self._num_sms(experts, picks, self._estimate.rates)
+        shape = shape._replace(num_sms=num_sms + num_sms % self._sms_together)
+        tokens = self._object_tokens() if shape.do_cpu_sync else shape.num_max_tokens_per_rank
+        made = self._kind, flags["do_handle_copy"], self.num_scaleup_ranks
+        call = natives, tokens, rows, routing, shape, by_column, made
+        result, event = run(elastic_calls.dispatch, call, rows[0], after, later)
+        received, recv_idx, weights, _, handle, _ = result
+        return received, recv_idx, weights, handle, event
 
     def _object_tokens(self) -> int:
         """Of the native object for exact shapes, which do not use it."""
@@ -337,11 +321,16 @@ class CoreBuffer:
     def _refused(
         self, error: Exception, x: Any, handle: Any, routing: Routing, flags: dict[str, Any]
     ) -> Exception:
-        natives = self._natives
         if handle is not None:
-            return elastic_inputs.refused_known(natives, error, handle, self._kind, True)
+            return self._refused_known(error, handle, CACHED)
         exact = flags["do_cpu_sync"] is not False
-        return elastic_inputs.refused(natives, error, x, routing, exact, self._object_tokens())
+        most = self._object_tokens()
+        return elastic_inputs.refused(self._natives, error, x, routing, exact, most)
+
+    def _refused_known(self, error: Exception, handle: Any, op: int) -> Exception:
+        """Of a call with a handle, whose object other ranks call if it is one of this kind."""
+        inner = handle.inner if isinstance(handle, self._kind) else None
+        return self._natives.refused_with(error, inner, NormalHandle, op)
 
     def _combine(
         self,
@@ -362,8 +351,7 @@ class CoreBuffer:
                 elastic_inputs.check_handle(handle, self._kind, self.group)
                 terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
-            kind = self._kind
-            raise elastic_inputs.refused_known(natives, error, handle, kind, False) from None
+            raise self._refused_known(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
         given = x, inner, topk_weights, terms
@@ -371,9 +359,3 @@ class CoreBuffer:
             elastic_calls.combine, given, x, after, later, inner
         )
         return combined, weights, event
-
-
-def _meet_peers(natives: Natives, rows: Tensor) -> None:
-    size, width = rows.shape
-    everyone = torch.arange(size, device=rows.device).unsqueeze(1)
-    natives.counting(width, rows.device).dispatch(rows, everyone, exact=False)

@@ -17,15 +17,12 @@ NVLINK_GBS, RDMA_GBS = 450.0, 50.0
 """GB/s each way, of fourth-generation NVLink and of a 400 Gb/s adapter: what counts where a caller
 says nothing."""
 
+RATES = ("rdma_gbs", "nvlink_gbs", "sm_read_gbs", "sm_write_gbs")
+
 
 class Estimate(NamedTuple):
-    """How a version of DeepEP estimates multiprocessors.
-
-    Attributes:
-        rates: default GB/s of network, NVLink, and reads and writes of one multiprocessor.
-        margin: times what is needed.
-        unit: numbers are a multiple of this.
-        combines: whether combine counts, too.
+    """How a version of DeepEP estimates multiprocessors: default :data:`RATES`, a ``margin`` as a
+    factor, a multiple of ``unit``; whether combine counts.
     """
 
     rates: tuple[float, ...]
@@ -86,21 +83,15 @@ def size_hint(num_ranks: int, tokens: Any, hidden: Any, num_topk: Any) -> int:
     return rings + TOKEN_UNIT * most
 
 
-def check_rates(rates: dict[str, Any], defaults: tuple[float, ...]) -> tuple[float, ...]:
-    """GB/s as a caller gave them; 0 stands for those of ``defaults``, in the same order.
-
-    Raises:
-        ValueError: one is no number from 0.
-    """
-    for name, value in rates.items():
+def check_rates(rates: tuple[Any, ...], defaults: tuple[float, ...]) -> tuple[float, ...]:
+    """GB/s of :data:`RATES` as a caller gave them; 0 stands for those of ``defaults``."""
+    for name, value in zip(RATES, rates, strict=True):
         if not 0 <= real(value) < math.inf:
             raise ValueError(f"{name} ({value!r}) must be GB/s, 0 (for a default) or more")
-    given = zip(rates.values(), defaults, strict=True)
-    return tuple(real(value) or default for value, default in given)
+    return tuple(real(rate) or default for rate, default in zip(rates, defaults, strict=True))
 
 
 def check_gate(num_experts: Any, num_topk: Any, num_scaleout_topk: Any) -> tuple[int, int]:
-    """Experts and picks of a call."""
     if whole("num_scaleout_topk", num_scaleout_topk):
         raise ValueError(
             f"num_scaleout_topk ({num_scaleout_topk}) must be 0, as in DeepEP: picks limited to "
@@ -120,11 +111,9 @@ def theoretical_num_sms(
     overlaps: bool,
     estimate: Estimate,
 ) -> int:
-    """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly.
-    Even, at most those of the GPU. Engines here take what they need; this is what a program may
-    plan with.
-
-    Bytes are counted in rows that arrive. ``rates``: as :func:`check_rates` returns them.
+    """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly:
+    even, at most those of the GPU. Bytes are counted in rows that arrive. ``rates``: as of
+    :func:`check_rates`.
     """
     rdma_gbs, nvlink_gbs, read_gbs, write_gbs = rates
     ranks = logical.scaleout * logical.scaleup

@@ -1,7 +1,5 @@
-"""``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves for combine, backward and cached
-dispatches.
-
-Tensors are worked out when somebody reads them: reading asks nobody.
+"""``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves. Tensors are worked out when somebody
+reads them: reading asks nobody.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ class Shape(NamedTuple):
 
 
 class ReceivedIds(NamedTuple):
-    """Ids that arrived with rows per rank. The caller has them, too, and may change them: with
-    exact shapes, where a copy is kept (static shapes are for decoding, in which every launch counts
-    and nobody repeats a dispatch).
+    """Ids that arrived with rows per rank, which the caller has too, and may change. With exact
+    shapes a copy is kept; static ones are for decoding, where launches count and nobody repeats a
+    dispatch.
     """
 
     given: Tensor
@@ -116,9 +114,7 @@ class CoreHandle:
 
     @cached_property
     def num_expanded_tokens(self) -> int:
-        """Rows with ``do_expand``: those of all local experts, aligned, or the most there can be
-        without ``do_cpu_sync``.
-        """
+        """Rows with ``do_expand``: all, aligned; the most there can be without ``do_cpu_sync``."""
         if self._exact:
             return sum(self.num_recv_tokens_per_expert_list)
         config = self.inner.ep.config

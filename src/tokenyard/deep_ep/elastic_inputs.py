@@ -1,9 +1,8 @@
-"""Checks of what callers of DeepEP's V2 buffers pass: each message names the argument, the limit,
-the value and the remedy.
-"""
+"""Checks of what callers of V2 buffers pass; see ``inputs``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,12 +10,12 @@ from torch import Tensor
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
-from tokenyard.deep_ep.elastic_handle import CoreHandle
+from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import array, flag, likely, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import DISPATCH
 from tokenyard.types import FLOAT_DTYPES
 
 When = tuple[Any, Any, Any, Any]
@@ -37,18 +36,7 @@ class Routing(NamedTuple):
     num_qps: Any
 
 
-class Fresh(NamedTuple):
-    """What a fresh dispatch needs, checked."""
-
-    num_experts: int
-    most: int
-    alignment: int
-    num_sms: int
-
-
 class Both(EventHandle):
-    """Two points to wait for."""
-
     __slots__ = ("_pair",)
 
     def __init__(self, *pair: EventHandle) -> None:
@@ -79,7 +67,6 @@ def check_when(when: When) -> tuple[bool, EventOverlap | None]:
 
 
 def event_of(name: str, given: Any) -> EventHandle | None:
-    """What a call is to wait for."""
     if isinstance(given, EventOverlap):
         return given.event
     if given is not None and not isinstance(given, EventHandle):
@@ -91,10 +78,7 @@ def event_of(name: str, given: Any) -> EventHandle | None:
 
 
 def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
-    """Make each of them a bool; None is left to mean the default.
-
-    ``later``: of an asynchronous call. ``copies_handles``: whether this generation can.
-    """
+    """Make each a bool; None means the default. ``later``: of an asynchronous call."""
     for name, value in flags.items():
         if value is not False and value is not True and value is not None:
             flags[name] = flag(name, value)
@@ -118,7 +102,9 @@ def check_sms(num_sms: Any, num_qps: Any) -> int:
     return whole("num_sms", num_sms, 0, MOST_SMS)
 
 
-def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> Fresh:
+def check_fresh(
+    natives: Natives, data: Tensor, routing: Routing, most: int, flags: Mapping[str, Any]
+) -> Shape:
     """Look at all that routes ``data``. ``most``: tokens per rank, if the call does not say."""
     num_sms = check_sms(routing.num_sms, routing.num_qps)
     if routing.topk_idx is None:
@@ -148,27 +134,33 @@ def check_fresh(natives: Natives, data: Tensor, routing: Routing, most: int) -> 
     if routing.stats is not None:
         sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
         decode.check_stats(natives, sizes, routing.stats, None)
-    return Fresh(experts, most, alignment, num_sms)
+    expands, exact = bool(flags["do_expand"]), flags["do_cpu_sync"] is not False
+    return Shape(experts, alignment, most, num_sms, expands, exact)
 
 
 def check_cached(
-    handle: Any, kind: type[CoreHandle], data: Tensor, routing: Routing, group: Any
+    handle: Any,
+    kind: type[CoreHandle],
+    data: Tensor,
+    routing: Routing,
+    flags: Mapping[str, Any],
+    group: Any,
 ) -> CoreHandle:
-    """A cached dispatch has its routing from a ``handle`` of this ``kind``, and perhaps new
-    weights.
-    """
+    """A cached dispatch: its routing from a ``handle`` of this ``kind``, perhaps new weights."""
     if routing.topk_idx is not None:
         raise ValueError(
             "topk_idx given together with handle: leave it out, the handle knows the routing"
         )
     check_handle(handle, kind, group)
     check_sms(routing.num_sms, routing.num_qps)
-    if routing.num_experts is not None:
-        _same("num_experts", routing.num_experts, handle.num_experts)
-    if routing.alignment is not None:
-        _same("expert_alignment", routing.alignment, handle.expert_alignment)
-    if routing.most is not None:
-        _same("num_max_tokens_per_rank", routing.most, handle.num_max_tokens_per_rank)
+    for name, given in (
+        ("num_experts", routing.num_experts),
+        ("expert_alignment", routing.alignment),
+        ("num_max_tokens_per_rank", routing.most),
+    ):
+        known = getattr(handle, name)
+        if given is not None and whole(name, given, 1) != known:
+            raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
     native, config = handle.inner.native, handle.inner.ep.config
     shape, device = (native.num_tokens, config.hidden), native.plan.returns.device
     array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,), device)
@@ -176,11 +168,6 @@ def check_cached(
         picks = native.num_tokens, config.num_topk
         meaning = "[T, K], as the topk_idx of the handle"
         array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, device)
-    return handle
-
-
-def check_cached_flags(handle: CoreHandle, flags: dict[str, Any]) -> None:
-    """What cannot be on, and what must be as in the dispatch that made the handle."""
     if flags["do_cpu_sync"]:
         raise ValueError(
             "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
@@ -190,11 +177,7 @@ def check_cached_flags(handle: CoreHandle, flags: dict[str, Any]) -> None:
             f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
             f"dispatch that made the handle"
         )
-
-
-def _same(name: str, given: Any, known: int) -> None:
-    if whole(name, given, 1) != known:
-        raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
+    return handle
 
 
 def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
@@ -222,9 +205,7 @@ def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> t
 def refused(
     natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
 ) -> Exception:
-    """Tell the ranks that are in this fresh dispatch; returns the error to raise. ``most``: tokens
-    per rank that the object of theirs is likely to be made for.
-    """
+    """Tell ranks in a fresh dispatch; returns the error to raise. ``most``: their likely tokens."""
     data = inputs.rows_of(x)
     guess = (
         inputs.columns(data),
@@ -234,12 +215,3 @@ def refused(
         inputs.place(data),
     )
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
-
-
-def refused_known(
-    natives: Natives, error: Exception, handle: Any, kind: type[CoreHandle], cached: bool
-) -> Exception:
-    """The same of a call with a handle, whose object they call if it is one of this ``kind``."""
-    inner = handle.inner if isinstance(handle, kind) else None
-    whom = natives.whom_of(inner, NormalHandle, natives.last_normal)
-    return natives.refused(error, whom, CACHED if cached else COMBINE)

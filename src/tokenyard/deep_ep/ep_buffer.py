@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,14 +11,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
-from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer
+from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.elastic_inputs import Routing
-from tokenyard.deep_ep.elastic_rest import rest_of, with_rest
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.load_balance import LoadBalance
+from tokenyard.errors import NotSupported
+
+
+class BufferBase(ABC):
+    """A communication buffer. ``explicitly_destroy``: echoed; ``runtime``: None once destroyed."""
+
+    explicitly_destroy: bool = False
+    runtime: Any = None
+
+    @property
+    def main_context(self) -> Any:
+        """(the communicator of DeepEP's compiled runtime) Not supported."""
+        raise NotSupported("main_context: there is no compiled runtime here; use .group")
+
+    def print_memory_usage(self) -> None:
+        """(of DeepEP's compiled runtime) Not supported."""
+        raise NotSupported("print_memory_usage(): use `tokenyard plan`, or torch.cuda.memory_*()")
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Let go of connections and memory."""
+
 
 EP_DISPATCH_FLAGS = {**DISPATCH_FLAGS, "do_handle_copy": False, "defer_epilogue": False}
 """The last arguments of a dispatch."""
@@ -48,7 +70,7 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class EPBuffer(CoreBuffer, LoadBalance):
+class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
     """Dispatch and combine with the names of DeepEP V2.5, on any group of any size, CPU and CUDA
     tensors alike.
 
@@ -93,13 +115,7 @@ class EPBuffer(CoreBuffer, LoadBalance):
     def barrier(
         self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Collective: the current stream waits until every rank's has come here.
-
-        Args:
-            wait_comm_stream: behind the calls on the communication stream, too.
-            with_cpu_sync: the host waits for the device before and after.
-            sequential: changes nothing.
-        """
+        """As ``ElasticBuffer.barrier``, whose ``use_comm_stream`` is ``wait_comm_stream`` here."""
         self._barrier(("wait_comm_stream", wait_comm_stream), with_cpu_sync, sequential)
 
     @with_rest(EP_DISPATCH_FLAGS)
@@ -133,16 +149,9 @@ class EPBuffer(CoreBuffer, LoadBalance):
             Rows, ids, weights, handle and event, or the event.
         """
         flags = rest_of("dispatch", flags, EP_DISPATCH_FLAGS)
-        routing = Routing(
-            topk_idx,
-            topk_weights,
-            cumulative_local_expert_recv_stats,
-            num_experts,
-            num_max_tokens_per_rank,
-            expert_alignment,
-            num_sms,
-            num_qps,
-        )
+        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
+        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+        routing = Routing(*picks, *sizes, num_sms, num_qps)
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
         result = self._dispatch(x, handle, routing, when, flags)
         return deferred(result) if flags["defer_epilogue"] else result
@@ -160,9 +169,8 @@ class EPBuffer(CoreBuffer, LoadBalance):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> Any:
-        """As ``ElasticBuffer.combine``. With ``defer_epilogue`` (which needs
-        ``async_with_compute_stream``) it returns the event alone, whose ``current_stream_wait()``
-        returns the sums and the weights.
+        """As ``ElasticBuffer.combine``. With ``defer_epilogue`` it returns the event alone, whose
+        ``current_stream_wait()`` returns the others. Needs ``async_with_compute_stream``.
         """
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
         sms = num_sms, num_qps

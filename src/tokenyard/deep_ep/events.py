@@ -1,6 +1,4 @@
-"""DeepEP's events: points in a CUDA stream that another stream waits for. Without CUDA everything
-has already happened.
-"""
+"""DeepEP's events: points in a CUDA stream that another waits for. Without CUDA all is over."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ class EventHandle:
 
     @classmethod
     def of(cls, stream: Any) -> EventHandle:
-        """``stream`` as it is now."""
         made = cls.__new__(cls)
         made._event = stream.record_event()
         return made
@@ -34,7 +31,6 @@ class EventHandle:
             self._event.wait()
 
     def wait_on(self, stream: Any) -> None:
-        """Let ``stream`` wait."""
         if self._event is not None:
             self._event.wait(stream)
 

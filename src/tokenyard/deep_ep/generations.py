@@ -1,5 +1,5 @@
-"""What programs see that import ``deep_ep``: the modules and names of one generation of DeepEP, and
-no others, since frameworks ask for names to see what they can use.
+"""What programs see that import ``deep_ep``: the modules and names of one generation and no others,
+as frameworks ask for names to see what they can use.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _ENVIRONMENT = (
 )
 _HELPERS: Modules = {
     "deep_ep.utils": {},
-    "deep_ep.utils.envs": {"helpers.environment": _ENVIRONMENT, "domains": _SIZES},
+    "deep_ep.utils.envs": {"helpers.environment": _ENVIRONMENT, "helpers.communication": _SIZES},
     "deep_ep.utils.event": _EVENTS,
     "deep_ep.utils.find_pkgs": {"helpers.missing": "find_pkg_root find_nccl_root"},
-    "deep_ep.utils.gate": {"helpers.scores": "get_unbalanced_scores get_scores_by_factor"},
+    "deep_ep.utils.gate": {"helpers.arithmetic": "get_unbalanced_scores get_scores_by_factor"},
     "deep_ep.utils.math": {
         "helpers.arithmetic": "align calc_diff ceil_div count_bytes create_grouped_scores "
         "hash_tensor hash_tensors inplace_unique per_token_cast_back per_token_cast_to_fp8 safe_div"
@@ -62,7 +62,7 @@ _HELPERS: Modules = {
 }
 _NCCL = "NCCLCommHandle destroy_all_managed_nccl_comm get_nccl_comm_handle"
 _TWO: Modules = {
-    "deep_ep": _V1 | {"elastic": "ElasticBuffer EPHandle", "domains": _SIZES},
+    "deep_ep": _V1 | {"elastic": "ElasticBuffer EPHandle", "helpers.communication": _SIZES},
     "deep_ep._C": _COMPILED,
     "deep_ep.buffers": {},
     "deep_ep.buffers.elastic": {"elastic": "ElasticBuffer EPHandle"},
@@ -74,44 +74,38 @@ _TWO: Modules = {
 _ALIGNMENTS = "get_num_allocation_alignment get_num_rdma_alignment get_num_tma_alignment"
 _TWO_AND_A_HALF: Modules = {
     "deep_ep": {
-        "ep_buffer": "EPBuffer EPHandle",
-        "allocator": f"BufferAllocator {_ALIGNMENTS}",
-        "buffer_base": "BufferBase",
+        "ep_buffer": "BufferBase EPBuffer EPHandle",
+        "load_balance": f"BufferAllocator {_ALIGNMENTS}",
         "helpers.missing": "BucketBuffer BucketSession EngramBuffer PPBuffer "
         "destroy_all_managed_nccl_comm",
-        "domains": _SIZES,
+        "helpers.communication": _SIZES,
         **_EVENTS,
         "": "topk_idx_t",
     },
-    "deep_ep._C": {"allocator": _ALIGNMENTS, "events": "EventHandle", "": "topk_idx_t"},
+    "deep_ep._C": {"load_balance": _ALIGNMENTS, "events": "EventHandle", "": "topk_idx_t"},
     "deep_ep.buffers": {},
-    "deep_ep.buffers.allocator": {"allocator": "BufferAllocator"},
-    "deep_ep.buffers.base": {"buffer_base": "BufferBase"},
+    "deep_ep.buffers.allocator": {"load_balance": "BufferAllocator"},
+    "deep_ep.buffers.base": {"ep_buffer": "BufferBase"},
     "deep_ep.buffers.bucket": {"helpers.missing": "BucketBuffer BucketSession"},
     "deep_ep.buffers.engram": {"helpers.missing": "EngramBuffer"},
     "deep_ep.buffers.ep": {"ep_buffer": "EPBuffer EPHandle"},
     "deep_ep.buffers.pp": {"helpers.missing": "PPBuffer"},
     "deep_ep.comm": {
-        "helpers.communication": "barrier get_comm_stream",
+        "helpers.communication": f"barrier get_comm_stream {_SIZES}",
         "helpers.missing": _NCCL,
-        "domains": _SIZES,
     },
     **_HELPERS,
     "deep_ep.utils.envs": {
         "helpers.environment": f"{_ENVIRONMENT} get_sm_read_gbs get_sm_write_gbs",
-        "domains": _SIZES,
+        "helpers.communication": _SIZES,
     },
 }
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What programs see of one.
-
-    Attributes:
-        folder: of the shim that shows it.
-        released: the version of DeepEP whose names these are.
-        modules: which there are.
+    """What programs see of one: the ``folder`` of its shim, the version of DeepEP that was
+    ``released`` with these names, its ``modules``.
     """
 
     folder: str
@@ -120,7 +114,6 @@ class Generation:
 
     @property
     def version(self) -> str:
-        """``deep_ep.__version__``."""
         return f"{self.released}+tokenyard.{_version}"
 
     @property
@@ -139,26 +132,16 @@ GENERATIONS = {
 
 
 def known(name: str, what: str = "--generation") -> Generation:
-    """The generation called ``name``.
-
-    Raises:
-        ValueError: there is none; ``what`` said so.
-    """
+    """The generation called ``name``. ValueError: there is none; ``what`` said so."""
     if name not in GENERATIONS:
         raise ValueError(f"{what} ({name!r}) must be one of {', '.join(GENERATIONS)}")
     return GENERATIONS[name]
 
 
 def present(module: str, generation: str | None = None) -> None:
-    """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and the modules
-    below it.
-
-    Args:
-        generation: its name. Default: what the environment variable says, else 1.
-
-    Raises:
-        ValueError: there is no such generation.
-        ModuleNotFoundError: it has no such module.
+    """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and those below
+    it. ``generation``: its name; default: what the environment variable says, else 1. ValueError:
+    there is no such. ModuleNotFoundError: it has no such module.
     """
     if generation is None:
         shown = known(os.environ.get(VARIABLE, "") or "1", VARIABLE)

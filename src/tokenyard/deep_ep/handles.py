@@ -27,7 +27,6 @@ _TOKEN = (1 << 32) - 1
 
 
 def num_nodes(num_ranks: int) -> int:
-    """Nodes that ``num_ranks`` ranks fill."""
     return -(-num_ranks // RANKS_PER_NODE)
 
 
@@ -44,8 +43,7 @@ def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read. To C code that does not ask it, its items
-    are None.
+    """A tuple whose items are made when they are read. To C code that does not ask, they are None.
 
     Attributes:
         source: the call that returns such, for errors.
@@ -70,9 +68,7 @@ class LazyTuple(tuple[Any, ...]):
         return handle
 
     def keep_for(self, stream: Any) -> None:
-        """Tell the allocator that calls on ``stream`` read the plan, which may be in memory of
-        another stream.
-        """
+        """Tell the allocator that calls on ``stream`` read the plan, perhaps memory of another."""
         if stream != self.made_on and stream not in self._kept_for:
             self._kept_for = (*self._kept_for, stream)
             keep_for(tuple(self.native.plan), stream)
@@ -147,11 +143,8 @@ def _same(given: Any, item: Any) -> bool:
 
 
 def of_items(given: Any) -> Any:
-    """The handle whose items a plain tuple (or list) holds; ``given`` itself if it is anything else
-    or none of its items is a handle's.
-
-    Raises:
-        ValueError: only some are, or not in their places.
+    """The handle whose items a plain tuple (or list) holds; ``given`` itself if none of its items
+    is a handle's. ValueError: only some are, or not in their places.
     """
     items: Any = given
     if isinstance(given, LazyTuple) or not isinstance(given, (tuple, list)):
@@ -311,7 +304,6 @@ class InternodeHandle(NormalHandle):
 
 
 def kind_for(num_ranks: int) -> type[NormalHandle]:
-    """The handle that DeepEP would return."""
     return NormalHandle if num_ranks <= RANKS_PER_NODE else InternodeHandle
 
 
@@ -324,10 +316,7 @@ class LowLatencyHandle(LazyTuple):
 
     ``(packed_recv_src_info int32 [L, R * M], packed_recv_layout_range int64 [L, R], M, hidden,
     num_experts)``: source token of each row (-1 on padding), and ``begin << 32 | count`` of each
-    source rank's rows.
-
-    Attributes:
-        next_buffer: what ``get_next_low_latency_combine_buffer`` gave out.
+    source rank's rows. ``next_buffer``: what ``get_next_low_latency_combine_buffer`` gave out.
     """
 
     source = "low_latency_dispatch() of Buffer (DeepEP V1)"

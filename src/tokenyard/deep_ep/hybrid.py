@@ -1,5 +1,5 @@
-"""DeepEP's ``HybridEPBuffer`` (its branch ``hybrid-ep``) on native objects, as Megatron-LM's
-``hybridep``, torchtitan and NeMo Automodel call it.
+"""DeepEP's ``HybridEPBuffer`` (branch ``hybrid-ep``) on native objects, as Megatron-LM, torchtitan
+and NeMo Automodel call it.
 """
 
 from __future__ import annotations
@@ -155,14 +155,13 @@ class HybridEPBuffer:
         routing = calls.Routing(
             routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
         )
-        shape: calls.Shape | None = None
         try:
             non_blocking = _waiting(old, non_blocking)
             flag("use_fp8", use_fp8)
             flag("fuse_permute_dispatch", fuse_permute_dispatch)
             shape = calls.check_shape(True, pad_multiple, num_permuted_tokens, non_blocking)
         except inputs.REFUSED as error:
-            raise self._refused(error, hidden, shape, routing, handle) from None
+            raise self._refused(error, hidden, None, routing, handle) from None
         made = self._dispatch(hidden, scaling_factor, shape, routing, handle, not non_blocking)
         assert made.tokens_per_expert is not None
         rows, weights, scales, counts, known = made
@@ -194,7 +193,7 @@ class HybridEPBuffer:
             _waiting(old, False)
             flag("fuse_unpermute_combine", fuse_unpermute_combine)
         except inputs.REFUSED as error:
-            raise calls.refused_with(self._natives, error, handle, COMBINE) from None
+            raise self._natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         return self._combine(hidden, probs, handle, pad_multiple, PermutedHandle)
 
     # Without
@@ -230,9 +229,7 @@ class HybridEPBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`combine_with_unpermute`, of the rows of :meth:`dispatch`, and ``probs`` in the
-        shape that it returned.
-        """
+        """As :meth:`combine_with_unpermute`, of ``probs`` and rows as of :meth:`dispatch`."""
         return self._combine(hidden, probs, handle, None, HybridHandle)
 
     # Both
@@ -275,7 +272,7 @@ class HybridEPBuffer:
                 known = _checked(handle, kind, self.group)
                 rows, weights = calls.check_combine(hidden, probs, pad_multiple, known)
         except inputs.REFUSED as error:
-            raise calls.refused_with(natives, error, handle, COMBINE) from None
+            raise natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         natives.last_normal = known.ep
         run, arguments = self._streams.run, (rows, weights, known)
         return run(calls.combine, arguments, rows, None, False, known)[0]
@@ -289,7 +286,7 @@ class HybridEPBuffer:
         handle: Any,
     ) -> Exception:
         if handle is not None:
-            return calls.refused_with(self._natives, error, handle, CACHED)
+            return self._natives.refused_with(error, handle, HybridHandle, CACHED)
         return calls.refused(self._natives, error, hidden, shape, routing, self.config)
 
 

@@ -9,21 +9,12 @@ from torch import Tensor
 
 from tokenyard import gradients
 from tokenyard.arguments import LARGEST, MOST_PICKS
-from tokenyard.autograd import Call
+from tokenyard.deep_ep import hybrid_routing as maps
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.hybrid_config import BufferConfig
-from tokenyard.deep_ep.hybrid_routing import (
-    HybridHandle,
-    PermutedHandle,
-    from_node,
-    indices_to_map,
-    most_picks,
-    picks_of,
-    to_experts,
-    to_node,
-    weights_of,
-)
+from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle
 from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.native_calls import along
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
 from tokenyard.header import DISPATCH
@@ -56,8 +47,6 @@ class Shape(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A dispatch of checked arguments."""
-
     data: Tensor
     scales: Tensor | None
     as_bytes: bool
@@ -70,20 +59,16 @@ class Given(NamedTuple):
         probs = self.routing.probs
         if self.routing.routing_map is None and self.routing.topk_weights is not None:
             given = self.routing.topk_idx, self.routing.topk_weights
-            probs = indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
-        return None if probs is None else weights_of(probs, topk_idx)
+            probs = maps.indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
+        return None if probs is None else maps.weights_of(probs, topk_idx)
 
 
 # Checks
 
 
 def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
-    """What rows are asked for."""
-    alignment = (
-        1
-        if pad_multiple is None
-        else max(whole("pad_multiple", pad_multiple, 0, MOST_ALIGNMENT), 1)
-    )
+    padding = 0 if pad_multiple is None else pad_multiple
+    alignment = max(whole("pad_multiple", padding, 0, MOST_ALIGNMENT), 1)
     waits = not flag("non_blocking", non_blocking)
     if num_rows is None:
         if not waits:
@@ -107,15 +92,13 @@ def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: 
 def check_dispatch(
     natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
 ) -> Given:
-    """A fresh dispatch."""
     data, scales, as_bytes = _rows(hidden, scales)
     experts = _check_routing(natives, data, routing, config)
     tokens, most = data.shape[0], config.max_num_of_tokens_per_rank
     if shape.rows is not None and tokens > most:
         raise ValueError(
             f"hidden has {tokens} tokens, but max_num_of_tokens_per_rank is {most}, which bounds "
-            f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks "
-            f"alike"
+            f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks alike"
         )
     return Given(data, scales, as_bytes, shape, experts, routing)
 
@@ -208,9 +191,12 @@ def _check_same(shape: Shape, handle: HybridHandle) -> None:
 def check_combine(
     hidden: Any, probs: Any, pad_multiple: Any, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows and their weights."""
     native, config = handle.native, handle.ep.config
-    rows, device, permuted = native.num_rows, native.plan.returns.device, _is_permuted(handle)
+    rows, device, permuted = (
+        native.num_rows,
+        native.plan.returns.device,
+        isinstance(handle, PermutedHandle),
+    )
     meaning = "[N, H], the rows that the dispatch brought"
     inputs.array("hidden", hidden, meaning, (rows, config.hidden), FLOAT_DTYPES, device)
     if pad_multiple is not None:
@@ -224,10 +210,6 @@ def check_combine(
     return hidden, probs.float()
 
 
-def _is_permuted(handle: HybridHandle) -> bool:
-    return isinstance(handle, PermutedHandle)
-
-
 # Refusals: the ranks that are in the call learn why
 
 
@@ -239,7 +221,7 @@ def refused(
     routing: Routing,
     config: BufferConfig,
 ) -> Exception:
-    """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes their
+    """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes the
     first call is about the most picks.
     """
     device = inputs.place(hidden) or inputs.place(routing.routing_map)
@@ -250,11 +232,6 @@ def refused(
     picks = experts if routing.topk_idx is None else inputs.columns(routing.topk_idx)
     guess = inputs.columns(hidden), experts, picks, _bound(static, config), device
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, not static)
-
-
-def refused_with(natives: Natives, error: Exception, handle: Any, op: int) -> Exception:
-    """Tell those in a call with a handle."""
-    return natives.refused(error, natives.whom_of(handle, HybridHandle, natives.last_normal), op)
 
 
 # Calls
@@ -277,7 +254,7 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) 
     if given.routing.routing_map is not None:
         table = given.routing.routing_map
         top = experts if shape.rows is not None else _agreed_picks(natives, table)
-        topk_idx = picks_of(table, min(top, experts))
+        topk_idx = maps.picks_of(table, min(top, experts))
     static = shape.rows is not None
     bound, picks = _bound(static, config), topk_idx.shape[1]
     ep = natives.normal((data.shape[1], experts, picks, bound, data.device))
@@ -308,7 +285,7 @@ def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
     weights, probs = given.weights(handle.topk_idx), None
     if weights is not None:
         ids, rows = native.arrived.topk_idx, native.num_rows
-        probs = gradients.weights_there(_along(handle), weights, ids, rows)
+        probs = gradients.weights_there(along(handle), weights, ids, rows)
     return _dispatched(given, recv, probs, handle, waits)
 
 
@@ -316,8 +293,8 @@ def _dispatched(
     given: Given, recv: Received, probs: Tensor | None, handle: HybridHandle, waits: bool
 ) -> Dispatched:
     rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
-    if not _is_permuted(handle):
-        there = None if probs is None else to_node(handle, probs)
+    if not isinstance(handle, PermutedHandle):
+        there = None if probs is None else maps.to_node(handle, probs)
         return Dispatched(rows, there, recv.scales, None, handle)
     return Dispatched(rows, probs, recv.scales, _padded_counts(handle, waits), handle)
 
@@ -339,19 +316,14 @@ def combine(
     native = handle.native
     if probs is None:
         return handle.ep.combine(hidden, native), None
-    if _is_permuted(handle):
-        combined, weights = gradients.of_dispatch(_along(handle), hidden, probs, None)
+    if isinstance(handle, PermutedHandle):
+        combined, weights = gradients.of_dispatch(along(handle), hidden, probs, None)
     else:
-        summed: Any = handle.ep.combine(hidden, native, reduce_weights=from_node(handle, probs))
+        there = maps.from_node(handle, probs)
+        summed: Any = handle.ep.combine(hidden, native, reduce_weights=there)
         combined, weights = summed.x, summed.topk_weights
     assert combined is not None and weights is not None
-    return combined, to_experts(handle, weights)
-
-
-def _along(handle: HybridHandle) -> Call:
-    """The object's calls along a routing that its backwards make, too."""
-    calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
-    return Call(calls, handle.native.spec, plan=handle.native.plan)
+    return combined, maps.to_experts(handle, weights)
 
 
 def _payload(given: Given) -> Tensor | Quantized:
@@ -359,13 +331,9 @@ def _payload(given: Given) -> Tensor | Quantized:
 
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
-    """Picks per token that are enough on every rank, a power of two, so that few objects are made:
-    one small row to each rank.
-    """
-    mine, size, device = most_picks(routing_map), natives.world_size, routing_map.device
-    if size > 1:
-        table = torch.full((size, COUNT_WORDS), mine, dtype=torch.int32, device=device)
-        ranks = torch.arange(size, device=device).unsqueeze(1)
-        recv = natives.counting(COUNT_WORDS, device).dispatch(table.view(torch.float32), ranks)
-        mine = int(recv.x.view(torch.int32).max())
+    """Picks that suffice for any token of any rank; a power of two, so that objects are few."""
+    mine, shape = maps.most_picks(routing_map), (natives.world_size, COUNT_WORDS)
+    if natives.world_size > 1:
+        table = torch.full(shape, mine, dtype=torch.int32, device=routing_map.device)
+        mine = int(natives.swap(table).max())
     return power_of_two_at_least(max(mine, 1))

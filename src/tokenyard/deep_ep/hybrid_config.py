@@ -20,8 +20,6 @@ FLAGS = ("use_mnnvl", "use_shared_buffer", "load_cached_kernels", "enable_custom
 NODE = ("num_of_ranks_per_nvlink_domain", "num_of_hybrid_ep_ranks_per_nvlink_domain")
 """Names of the ranks of a node, in older and newer versions."""
 
-BLOCKS = ("num_sms_permute_api",)
-
 
 @dataclass
 class BufferConfig:
@@ -65,7 +63,7 @@ def check_old(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in FLAGS:
             flag(name, value)
-        elif name in BLOCKS:
+        elif name == "num_sms_permute_api":
             sms(name, value)
         elif name not in NODE:
             raise TypeError(f"HybridEPBuffer() got an unexpected keyword argument {name!r}")
@@ -80,8 +78,11 @@ def changed(config: BufferConfig, given: Mapping[str, Any]) -> BufferConfig:
     """``config`` with what ``update_template_config`` was ``given``; None changes nothing."""
     names = {each.name for each in fields(BufferConfig)}
     said = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+    most = {"num_of_experts_per_rank": MOST_EXPERTS}
     ours = {
-        name: flag(name, value) if name == "use_fp8" else whole(name, value, most=_most(name))
+        name: flag(name, value)
+        if name == "use_fp8"
+        else whole(name, value, most=most.get(name, LARGEST))
         for name, value in said.items()
         if name in names
     }
@@ -94,7 +95,3 @@ _NAMES = {
     "num_local_experts": "num_of_experts_per_rank",
     "num_of_tokens_per_rank": "max_num_of_tokens_per_rank",
 }
-
-
-def _most(name: str) -> int:
-    return MOST_EXPERTS if name == "num_of_experts_per_rank" else LARGEST

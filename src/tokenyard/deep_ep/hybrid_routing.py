@@ -1,6 +1,4 @@
-"""Routing as HybridEP gives it: maps of tokens and experts, for which the native calls take picks;
-and its handles.
-"""
+"""HybridEP's routing: maps of tokens and experts, where native calls take picks; its handles."""
 
 from __future__ import annotations
 
@@ -172,9 +170,7 @@ def to_experts(handle: HybridHandle, values: Tensor) -> Tensor:
 
 
 def to_node(handle: HybridHandle, values: Tensor) -> Tensor:
-    """``values [N, K]`` of rows (FLAT) at the experts of the node: ``[N, L * ranks]``, 0 but for
-    this rank's.
-    """
+    """``values [N, K]`` of rows at this node's experts: ``[N, L * ranks]``, 0 on others' ranks."""
     config = handle.config
     width = config.num_of_experts_per_rank * config.num_of_ranks_per_node
     ids = handle.native.arrived.topk_idx

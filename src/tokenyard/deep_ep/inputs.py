@@ -32,11 +32,7 @@ Known = TypeVar("Known", bound=LazyTuple)
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: str = "") -> int:
-    """A whole number of any kind (NumPy's, too), but no bool.
-
-    Raises:
-        ValueError: it is none, or not in ``least .. most``.
-    """
+    """A whole number of any kind (NumPy's, too), no bool, in ``least .. most``. Else ValueError."""
     if type(value) is int and least <= value <= most:  # nearly always
         return value
     try:
@@ -51,9 +47,7 @@ def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: st
 
 
 def likely(name: str, value: Any, error: Exception, most: int = LARGEST) -> int | None:
-    """``value`` as other ranks are likely to have it, too: None if ``error`` complains of it, or it
-    is no positive number.
-    """
+    """``value`` if other ranks are likely to have it: ``error`` is not about it, it is positive."""
     try:
         return None if name in str(error) else whole(name, value, 1, most)
     except ValueError:
@@ -61,11 +55,7 @@ def likely(name: str, value: Any, error: Exception, most: int = LARGEST) -> int 
 
 
 def flag(name: str, value: Any) -> bool:
-    """What is on or off: a bool (NumPy's, too), 0 or 1; None is off, as DeepEP takes it.
-
-    Raises:
-        ValueError: it is anything else, which Python would mostly take for on.
-    """
+    """On or off: a bool (NumPy's, too), 0 or 1; None is off, as in DeepEP. Else ValueError."""
     if value is False or value is True:
         return value
     if value is None:
@@ -131,9 +121,7 @@ def array(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> Tensor:
-    """A dense tensor of ``shape`` (None: of a size that ``value`` lacks), of one of ``dtypes``, on
-    ``device`` (None: any).
-    """
+    """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any)."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -187,9 +175,7 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _like(value: Any, rows: int | None) -> tuple[int | None, int | None]:
-    """The shape of ``value`` if it has ``rows`` (None: any number) and columns; else what
-    it lacks.
-    """
+    """The shape of ``value`` if it has ``rows`` (None: any) and columns; else what it lacks."""
     if isinstance(value, Tensor) and value.dim() == 2:
         return value.shape[0] if rows is None else rows, value.shape[1]
     return rows, None
@@ -240,7 +226,6 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
 
 
 def check_ids(topk_idx: Any) -> None:
-    """Picks alone."""
     array("topk_idx", topk_idx, "[T, K]", _like(topk_idx, None), INDEX_DTYPES)
 
 
@@ -297,37 +282,23 @@ _EAGER = {
     "eager_support": "an eager mode: leave it out",
     "use_eager": "an eager mode: leave it out",
 }
-CONSTRUCTOR = _EAGER | {
-    "allow_nvlink_for_normal_mode": "",
-    "num_nvl_peers": "",
-    "use_default_stream_as_comm_stream": "",
-}
+CONSTRUCTOR = _EAGER | dict.fromkeys(
+    ("allow_nvlink_for_normal_mode", "num_nvl_peers", "use_default_stream_as_comm_stream"), ""
+)
 LOW_LATENCY_DISPATCH = _EAGER | {
     "use_nvfp4": "NVFP4 rows: use_fp8 or BF16",
     "use_ue8m0_for_sf": "scales of NVFP4 rows: use_fp8, with round_scale and use_ue8m0",
     "x_global_scale": "",
     "topk_weights": "",
 }
-LOW_LATENCY_COMBINE = _EAGER | {
-    "overlap": "",
-    "packed_recv_count": "",
-    "comp_signal": "",
-    "block_m": "",
-    "threshold": "",
-    "num_sms": "",
-    "src_signals": "",
-    "src_signal_expect_value": "",
-}
+_SIGNALS = "packed_recv_count comp_signal block_m threshold src_signals src_signal_expect_value"
+LOW_LATENCY_COMBINE = _EAGER | dict.fromkeys(("overlap", "num_sms", *_SIGNALS.split()), "")
 """Name by what it would switch on; empty: means nothing by itself."""
 
 
 def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """Look at the arguments of ``call`` that DeepEP itself does not have.
-
-    Raises:
-        TypeError: nobody has such an argument.
-        NotSupported: it switches on something that is missing here.
-        ValueError: it is no True or False.
+    """Look at the arguments of ``call`` that DeepEP itself does not have. TypeError: nobody has
+    one. NotSupported: it switches on something that is missing here.
     """
     for name, value in given.items():
         if name not in known:

@@ -1,6 +1,4 @@
-"""The ranks of one host as those who lend experts to each other: what they agree on before a
-message is sent, and the messages.
-"""
+"""The ranks of one host that lend experts to each other: how they agree, and their messages."""
 
 from __future__ import annotations
 
@@ -39,11 +37,7 @@ def _digest(numbers: Sequence[int]) -> int:
 
 
 class Domain:
-    """The ranks of a group on this rank's host. They make it together.
-
-    Attributes:
-        rank, size: this rank among them, and how many there are.
-    """
+    """The ranks of a group on this rank's host, made together: this ``rank`` among ``size``."""
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.size = size
@@ -61,9 +55,7 @@ class Domain:
 
     def wire(self, device: torch.device) -> torch.device:
         """Where messages lie that carry tensors of ``device``: there, or in host memory.
-
-        Raises:
-            ValueError: the group has no backend for either.
+        ValueError: the group has no backend for either.
         """
         if device.type == "cpu" or self._backends.get(device.type, "gloo") == "gloo":
             if "gloo" not in self._backends.values() and self.size > 1:
@@ -84,16 +76,12 @@ class Domain:
             time.sleep(0.001)
 
     def agree(self, call: str, wire: torch.device, sizes: Sequence[int], mapping: Any) -> None:
-        """Make sure that all ranks are in the same call, before anything moves.
-
-        Args:
-            call: one of :data:`_CALLS`.
-            sizes: bytes per expert of each tensor; then ``num_local_experts``.
-            mapping: rows of experts, one row per rank.
+        """Make sure that all ranks are in the same ``call`` (of :data:`_CALLS`) before anything
+        moves. ``sizes``: bytes per expert of each tensor; then ``num_local_experts``. ``mapping``:
+        rows of experts, one row per rank.
 
         Raises:
-            PeerError: a rank refuses.
-            Mismatch: ranks disagree; says on what.
+            PeerError: a rank refuses. Mismatch: ranks disagree; says on what.
         """
         flat = [expert for row in mapping for expert in row]
         columns = len(mapping[0])

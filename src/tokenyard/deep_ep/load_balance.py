@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
-from tokenyard.deep_ep.allocator import BufferAllocator, get_num_allocation_alignment
-from tokenyard.deep_ep.buffer_base import BufferBase
 from tokenyard.deep_ep.elastic_inputs import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import REFUSED, whole
@@ -25,6 +23,78 @@ from tokenyard.deep_ep.lending import Domain, Message
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import MemoryGroup
+
+# Memory for redundant experts
+
+
+def get_num_allocation_alignment() -> int:
+    """Bytes that buffers and planned tensors are aligned to: 2 MiB."""
+    return 2 << 20
+
+
+def get_num_tma_alignment() -> int:
+    """Bytes of which DeepEP's copies need a multiple: 32. Copies here take any number."""
+    return 32
+
+
+def get_num_rdma_alignment() -> int:
+    """Bytes that DeepEP aligns what crosses its network to: 64."""
+    return 64
+
+
+class BufferAllocator:
+    """A plan of tensors, made before there is memory for them.
+
+    Attributes:
+        alignment: bytes that each tensor begins at a multiple of.
+        allocations: each tensor and its offset in bytes; ``num_bytes``: of the whole plan.
+        materialized: whether the tensors have memory.
+    """
+
+    def __init__(self) -> None:
+        self.alignment = get_num_allocation_alignment()
+        self.allocations: list[tuple[Tensor, int]] = []
+        self.num_bytes = 0
+        self.materialized = False
+
+    def allocate(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor on device ``meta``, until the plan has its memory. ValueError: it has."""
+        if self.materialized:
+            raise ValueError(
+                "allocate() after the plan was given its memory: plan all tensors, then make the "
+                "buffer"
+            )
+        if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")
+        given: Any = [shape] if isinstance(shape, int) else shape
+        sizes = [whole("shape", each, 0, MOST_BYTES) for each in given]
+        tensor = torch.empty(sizes, dtype=dtype, device="meta")
+        self.allocations.append((tensor, self.num_bytes))
+        parts = -(-tensor.nbytes // self.alignment)
+        self.num_bytes += parts * self.alignment
+        return tensor
+
+    def materialize(self, storage: Tensor) -> None:
+        """Let the planned tensors be parts of ``storage``: uint8 ``[num_bytes]``, contiguous.
+
+        Raises:
+            ValueError: it is something else, or the plan has memory already.
+        """
+        if self.materialized:
+            raise ValueError("the plan was given its memory already: make a plan for each buffer")
+        want = storage.dtype == torch.uint8 and storage.is_contiguous() and not storage.is_meta
+        if not want or storage.shape != (self.num_bytes,):
+            raise ValueError(
+                f"storage is {storage.dtype} of shape {list(storage.shape)} on {storage.device}, "
+                f"but must be contiguous uint8 [{self.num_bytes}] in memory"
+            )
+        for tensor, offset in self.allocations:
+            part = storage[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            torch.utils.swap_tensors(tensor, part)
+        self.materialized = True
+
+
+# What moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +105,14 @@ class _Pair:
     own: Tensor
 
 
-class LoadBalance(BufferBase):
-    """The part of ``EPBuffer`` that moves weights and gradients of experts.
-
-    Attributes:
-        num_lb_bytes: of ``lb_storage``.
-        lb_storage: uint8, memory for redundant experts; None if there is none.
+class LoadBalance:
+    """The part of ``EPBuffer`` that moves weights and gradients of experts. ``lb_storage``: uint8
+    ``[num_lb_bytes]``, memory for redundant experts; None if there is none.
     """
 
     group: dist.ProcessGroup | MemoryGroup
     num_nvlink_ranks: int
+    runtime: Any
     _streams: Streams
     num_lb_bytes: int = 0
     lb_storage: Tensor | None = None
@@ -52,11 +120,7 @@ class LoadBalance(BufferBase):
 
     @staticmethod
     def check_plan(lb_allocation_plan_or_num_bytes: BufferAllocator | int) -> int:
-        """The bytes that it asks for.
-
-        Raises:
-            ValueError: a plan that has its memory, or no whole number of aligned bytes.
-        """
+        """The bytes asked for. ValueError: a plan has its memory, or bytes are not aligned."""
         plan, name = lb_allocation_plan_or_num_bytes, "lb_allocation_plan_or_num_bytes"
         if isinstance(plan, BufferAllocator):
             if plan.materialized:

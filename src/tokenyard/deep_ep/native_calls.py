@@ -1,6 +1,4 @@
-"""Native dispatches of tensors that were checked in DeepEP's words, so that nobody looks at them a
-second time.
-"""
+"""Native dispatches of tensors that were checked in DeepEP's words, and so no second time."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
+from tokenyard.autograd import Call
 from tokenyard.checks import check_spec
+from tokenyard.deep_ep.handles import LazyTuple
 from tokenyard.errors import NotSupported
 from tokenyard.formats import given
 from tokenyard.handle import Handle, Spec
@@ -47,7 +47,6 @@ def dispatch(
 
 
 def redispatch(ep: ExpertParallel, rows: tuple[Tensor, Tensor | None], native: Handle) -> Received:
-    """A cached one."""
     calls, check = ep._calls, ep._validation  # pyright: ignore[reportPrivateUsage]
     calls.check_open()
     try:
@@ -55,6 +54,12 @@ def redispatch(ep: ExpertParallel, rows: tuple[Tensor, Tensor | None], native: H
     except (ValueError, NotSupported) as error:
         raise calls.refuse(CACHED, True, error) from None
     return calls.redispatch(request)
+
+
+def along(handle: LazyTuple) -> Call:
+    """Its object's calls along its routing, in any order of rows, as backwards make them."""
+    calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
+    return Call(calls, handle.native.spec, plan=handle.native.plan)
 
 
 def _payload(data: Tensor, scales: Tensor | None) -> Payload:

@@ -1,6 +1,4 @@
-"""The native objects behind one ``Buffer``: made at the first call that tells their sizes, and
-kept.
-"""
+"""The native objects behind one ``Buffer``: made by the first call with their sizes, and kept."""
 
 from __future__ import annotations
 
@@ -14,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, kind_for, of_items
+from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -42,10 +41,7 @@ DEFAULT_TIMEOUT = 100.0
 FEWEST_RING_BYTES = 32 << 20
 
 LOW_LATENCY_OBJECTS = 2
-"""Objects of that engine that take turns, as one call of each may be outstanding, and DeepEP allows
-two.
-"""
-
+"""Objects that take turns: one call of each may be outstanding, and DeepEP allows two."""
 
 Sizes = tuple[int, int, int, int, torch.device]
 """What a native object is made with, the same on every rank, also on one without tokens: hidden,
@@ -59,8 +55,8 @@ Guess = tuple[Any, Any, Any, Any, Any]
 
 
 class Turns(NamedTuple):
-    """Objects of low-latency mode, whose turn it is, and a question to each (none with masks):
-    which rank it found silent.
+    """Objects of low-latency mode, whose turn it is, and how to ask each (none with masks) which
+    rank it found silent.
     """
 
     objects: list[ExpertParallel]
@@ -73,8 +69,7 @@ class Natives:
 
     Attributes:
         kind: of handles in normal mode.
-        num_sms: multiprocessors of a GPU that the caller allows normal mode; None: what engines
-            need. Counts when an object is made.
+        num_sms: multiprocessors that objects of normal mode made from now on may fill; None: any.
         last_normal, last_low_latency: the object of the last call in a mode.
     """
 
@@ -107,7 +102,7 @@ class Natives:
         """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
         known = self._normal.get(sizes)
         if known is None:
-            known = self._new_bounded(sizes) if bounded else self._new_normal(self._normal, sizes)
+            known = self._new_normal(self._normal, sizes, bounded)
         self.last_normal = known
         return known
 
@@ -116,6 +111,12 @@ class Natives:
         sizes = self._counted(width, device)
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
 
+    def swap(self, words: Tensor, exact: bool = True) -> Tensor:
+        """Row ``n`` of ``words [R, width]``, of 4 bytes each, to rank ``n``; what came, by rank."""
+        to = torch.arange(self.world_size, device=words.device).unsqueeze(1)
+        ep = self.counting(words.shape[1], words.device)
+        return ep.dispatch(words.view(torch.float32), to, exact=exact).x.view(words.dtype)
+
     def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
         """The one that the others are likely to call; None if they are likely to make one."""
         return _nearest(self._counting, self._counted(width, device))
@@ -123,10 +124,14 @@ class Natives:
     def _counted(self, width: int, device: Any) -> Sizes:
         return width, self.world_size, 1, self.world_size, device
 
-    def _new_normal(self, made: dict[Sizes, ExpertParallel], sizes: Sizes) -> ExpertParallel:
+    def _new_normal(
+        self, made: dict[Sizes, ExpertParallel], sizes: Sizes, bounded: bool = False
+    ) -> ExpertParallel:
         allowed = self.num_sms if sizes[-1].type == "cuda" else None
         num_sms = max(allowed, 2 * self.world_size) if allowed else None  # engines need as many
-        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, self._ring_bytes, num_sms)
+        enough = rings_for(sizes[3], sizes[0], self.world_size) if bounded else RING_BYTES
+        rings = min(self._ring_bytes or enough, enough) if bounded else self._ring_bytes
+        made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, rings, num_sms)
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:
@@ -134,9 +139,9 @@ class Natives:
         made = self._low.get(sizes)
         if made is None:
             objects = self._make_low_latency(sizes)
-            made = self._low[sizes] = Turns(
-                objects, cycle(objects), [] if self._masks else _questions(objects)
-            )
+            lows = [each._calls.low for each in objects]  # pyright: ignore[reportPrivateUsage]
+            silent = [low.silent_rank for low in lows if low is not None and not self._masks]
+            made = self._low[sizes] = Turns(objects, cycle(objects), silent)
         for silent in made.silent:  # without masks nobody asks who was left out: this call tells
             rank = silent()
             if rank is not None:
@@ -150,7 +155,6 @@ class Natives:
         return ep
 
     def all_low_latency(self) -> list[ExpertParallel]:
-        """Every object of low-latency mode."""
         return [each for made in self._low.values() for each in made.objects]
 
     # Of a rank that refuses its arguments
@@ -162,9 +166,7 @@ class Natives:
         return self
 
     def whom_normal(self, guess: Guess) -> ExpertParallel | None:
-        """The object of normal mode that the others are likely to call; None if they are likely to
-        make one.
-        """
+        """The object of normal mode that others are likely to call; None: they are to make one."""
         return _nearest(self._normal, guess)
 
     def whom_low_latency(self, guess: Guess) -> ExpertParallel | None:
@@ -175,9 +177,7 @@ class Natives:
     def whom_of(
         self, handle: Any, kind: type[LazyTuple], last: ExpertParallel | None
     ) -> ExpertParallel | None:
-        """The same of a call with a handle of this ``kind``: its object, or the ``last`` one that
-        was called if it is no good handle.
-        """
+        """The object of a ``handle`` of this ``kind``, or the ``last`` one called if it is bad."""
         with suppress(ValueError):
             handle = of_items(handle)
         good = isinstance(handle, kind) and of_group(handle.ep, self._group)
@@ -205,14 +205,14 @@ class Natives:
             known: Any = error
             return ep._calls.refuse(op, exact, known)  # pyright: ignore[reportPrivateUsage]
 
-    # Making them
+    def refused_with(
+        self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
+    ) -> Exception:
+        """The same of a call with a ``handle`` of this ``kind``."""
+        last = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
+        return self.refused(error, self.whom_of(handle, kind, last), op)
 
-    def _new_bounded(self, sizes: Sizes) -> ExpertParallel:
-        hidden, _, _, tokens, _ = sizes
-        enough = rings_for(tokens, hidden, self.world_size)
-        ring_bytes = min(self._ring_bytes or enough, enough)
-        self._normal[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, ring_bytes)
-        return self._normal[sizes]
+    # Making them
 
     def _make_low_latency(self, sizes: Sizes) -> list[ExpertParallel]:
         made: list[ExpertParallel] = []
@@ -241,8 +241,12 @@ class Natives:
                 f"({', '.join(map('{}={}'.format, NAMES, sizes))}): make one such call on every "
                 f"rank before the capture"
             )
+        engine = os.environ.get(variable, default)
         try:
-            engine, timeout = _engine_of(variable, default), timeout_of(self._timeout)
+            if engine not in ENGINES:
+                known = ", ".join(map(repr, ENGINES))
+                raise ValueError(f"{variable} ({engine!r}) must be one of {known}")
+            timeout = timeout_of(self._timeout)
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
         named: dict[str, Any] = dict(zip(NAMES, sizes, strict=True))
@@ -261,15 +265,12 @@ class Natives:
         return made
 
     def _look(self, sizes: Sizes) -> None:
-        """While this rank waits for others to make an object of ``sizes``: whether one of them
-        waits for it in a call of an older object.
+        """While this rank waits for others to make an object of ``sizes``: raise Mismatch if one of
+        them waits for it in a call of an older object, as each would wait for the others.
 
-        Each would wait for the others. So this rank refuses that call, and says what they disagree
-        on: all raise before a row has moved, and every object stays in step. Over gloo, where ranks
-        tell each other in which call they wait (``engines/failures.py``).
-
-        Raises:
-            Mismatch: one does; the others raise it too.
+        This rank refuses that call, saying what they disagree on: all raise before a row has moved,
+        and every object stays in step. Over gloo, where ranks tell each other in which call they
+        wait (``engines/failures.py``).
         """
         low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
         for theirs, ep in (*self._normal.items(), *low):
@@ -285,7 +286,6 @@ class Natives:
                 raise error
 
     def close(self) -> None:
-        """Let go of all of them. Closing again does nothing."""
         self._closed = True
         for made in (*self._normal.values(), *self._counting.values(), *self.all_low_latency()):
             made.close()
@@ -294,20 +294,11 @@ class Natives:
 
 
 def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
-    """What is of these sizes. If some are not known: what agrees with most of the others, of such
-    the last.
-    """
+    """What is of these sizes, or the last that agrees with most of those that are known."""
     known = made.get(guess)
     if known is not None or not made or None not in guess:
         return known
     return made[max(reversed(made), key=lambda sizes: sum(map(eq, sizes, guess)))]
-
-
-def _engine_of(variable: str, default: str) -> str:
-    engine = os.environ.get(variable, default)
-    if engine not in ENGINES:
-        raise ValueError(f"{variable} ({engine!r}) must be one of {', '.join(map(repr, ENGINES))}")
-    return engine
 
 
 def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
@@ -331,8 +322,3 @@ def timeout_of(default: float) -> float:
             f"{LONGEST:.0f}"
         )
     return seconds
-
-
-def _questions(objects: list[ExpertParallel]) -> list[Callable[[], int | None]]:
-    lows = [made._calls.low for made in objects]  # pyright: ignore[reportPrivateUsage]
-    return [low.silent_rank for low in lows if low is not None]

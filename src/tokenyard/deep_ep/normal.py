@@ -12,7 +12,7 @@ from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.handles import NormalHandle, num_nodes
 from tokenyard.deep_ep.inputs import likely, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.header import CACHED, COMBINE, DISPATCH
+from tokenyard.header import CACHED, DISPATCH
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import expert_bounds, host_ints
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Layout
@@ -141,8 +141,7 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
 def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Routing) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     if handle is not None:
-        whom = natives.whom_of(handle, NormalHandle, natives.last_normal)
-        return natives.refused(error, whom, CACHED)
+        return natives.refused_with(error, handle, NormalHandle, CACHED)
     size, data = natives.world_size, inputs.rows_of(x)
     experts, picks, bound = size, size, MAX_TOKENS
     if routing.given_picks:
@@ -156,12 +155,6 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
     return natives.refused(
         error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
     )
-
-
-def refused_combine(natives: Natives, error: Exception, handle: Any) -> Exception:
-    """The same of a combine."""
-    whom = natives.whom_of(handle, NormalHandle, natives.last_normal)
-    return natives.refused(error, whom, COMBINE)
 
 
 def dispatch(
@@ -206,7 +199,6 @@ def dispatch(
 
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
-    """Rows along a known routing."""
     recv = native_calls.redispatch(handle.ep, (data, scales), handle.native)
     return _rows(recv) if handle.cut_to is None else _cut(recv, handle.cut_to)[0]
 
@@ -239,9 +231,7 @@ def _rows(recv: Received) -> Rows:
 
 
 def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """The first ``num_rows`` rows: static shapes round the worst case up to a multiple of the
-    ranks.
-    """
+    """The first ``num_rows`` rows: static shapes are a multiple of the ranks."""
     x, scales, idx, weights = (
         None if t is None else t[:num_rows]
         for t in (recv.x, recv.scales, recv.topk_idx, recv.topk_weights)
@@ -250,9 +240,7 @@ def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | N
 
 
 def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
-    """``rows`` with those that :func:`_cut` took away; nobody reads them. Another number of rows is
-    the native call's to refuse.
-    """
+    """``rows`` with those that :func:`_cut` took, which nobody reads; others are refused later."""
     if rows.shape[0] != handle.cut_to:
         return rows
     longer = rows.new_empty((handle.native.num_rows, *rows.shape[1:]))
@@ -261,18 +249,13 @@ def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
 
 
 def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
-    """Tokens for each of this rank's experts, from every rank's ``per_expert [E]``: one small row
-    to each rank.
-    """
-    size, device, num_experts = natives.world_size, per_expert.device, per_expert.shape[0]
+    """Tokens for each of this rank's experts, from all ranks' ``per_expert [E]``."""
+    size, num_experts = natives.world_size, per_expert.shape[0]
     bounds = expert_bounds(num_experts, size)
     width = -(-num_experts // size)
     width += -width % COUNT_WORDS
-    table = torch.zeros(size, width, dtype=torch.int32, device=device)
+    table = torch.zeros(size, width, dtype=torch.int32, device=per_expert.device)
     for rank in range(size):
         table[rank, : bounds[rank + 1] - bounds[rank]] = per_expert[bounds[rank] : bounds[rank + 1]]
-    recv = natives.counting(width, device).dispatch(
-        table.view(torch.float32), torch.arange(size, device=device).unsqueeze(1)
-    )
     mine = bounds[natives.rank + 1] - bounds[natives.rank]
-    return host_ints(recv.x.view(torch.int32).sum(0)[:mine])
+    return host_ints(natives.swap(table).sum(0)[:mine])

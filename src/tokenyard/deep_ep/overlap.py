@@ -1,8 +1,6 @@
 """Low-latency combines that forks of DeepEP begin while the experts still compute (SGLang's
-single-batch overlap).
-
-Here such a combine waits for the experts first, and then runs as usual: on GPUs in the stream of
-the call, else on the host.
+single-batch overlap). Here they wait for the experts first: on GPUs in the stream of the call, else
+on the host.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class Overlap(NamedTuple):
     Attributes:
         signals: int32 ``[L * per_expert]`` or more; None: nothing to wait for.
         counts: int32 ``[L]``, rows of each expert; None: its one signal counts.
-        patience: seconds to wait; half of the object's timeout, so that the other ranks, who wait
-            for this one, learn why before theirs is over.
+        patience: seconds; half of the object's timeout, so that waiting ranks learn why in theirs.
     """
 
     name: str
@@ -51,11 +48,7 @@ class Overlap(NamedTuple):
 
 def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | None:
     """What the arguments ``given`` of a combine ask for; None without ``overlap``. Host memory is
-    waited for here.
-
-    Raises:
-        ValueError: one of them is bad, or the experts are not done in time.
-        NotSupported, TypeError: as :func:`inputs.check_fork`.
+    waited for here. ValueError: one of them is bad, or the experts are not done in time.
     """
     inputs.check_fork("low_latency_combine", given, inputs.LOW_LATENCY_COMBINE)
     if "overlap" not in given:
@@ -78,7 +71,9 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
             "src_signals (with src_signal_expect_value), which say what the experts have written: "
             "pass them, or leave overlap out"
         )
-    _check_contiguous(asked)
+    for name, each in ((asked.name, asked.signals), ("packed_recv_count", asked.counts)):
+        if each is not None and not each.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: use .contiguous()")
     if not (device.type == "cuda" and has_kernels(device.index)):
         _wait_on_host(asked)
     elif device.index in _LATE:
@@ -102,12 +97,6 @@ def _of_blocks(
     inputs.array("packed_recv_count", counts, "[L]", (experts,), (torch.int32,), device)
     known = experts, per_expert, rows, threshold, patience
     return Overlap("comp_signal", signals, counts, *known)
-
-
-def _check_contiguous(asked: Overlap) -> None:
-    for name, each in ((asked.name, asked.signals), ("packed_recv_count", asked.counts)):
-        if each is not None and not each.is_contiguous():
-            raise ValueError(f"{name} must be contiguous: use .contiguous()")
 
 
 def _wait_on_host(asked: Overlap) -> None:
@@ -192,9 +181,8 @@ def wait(asked: Overlap | None) -> None:
 
 
 def hook_of(asked: Overlap | None, hook: Callable[[], None] | None) -> Callable[[], None] | None:
-    """``hook``, on the stream of the call if that had ``overlap=``, as in DeepEP: SGLang makes
-    such a call on a stream of its own, and lets the two streams wait for each other around the
-    hook.
+    """``hook``, on the stream of an ``overlap=`` call, as in DeepEP: SGLang makes such calls on a
+    stream of its own, and lets the two wait for each other around the hook.
     """
     if asked is None or hook is None or not torch.cuda.is_initialized():
         return hook

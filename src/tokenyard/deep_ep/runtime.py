@@ -1,17 +1,20 @@
-"""``Buffer.runtime``: where a rank stands, as DeepEP's compiled object tells it."""
+"""What DeepEP's compiled object tells and holds: where a rank stands, and memory of buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, num_nodes
+from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.streams import Streams
 
 
 class Runtime:
-    """Place of ``rank`` among ``num_ranks``, counted in nodes of 8."""
+    """``Buffer.runtime``. Place of ``rank`` among ``num_ranks``, counted in nodes of 8."""
 
     def __init__(self, rank: int, num_ranks: int, streams: Streams) -> None:
         self._rank, self._num_ranks, self._streams = rank, num_ranks, streams
@@ -37,3 +40,42 @@ class Runtime:
 
     def get_comm_stream(self) -> Any:
         return self._streams.comm()
+
+
+class Scratch:
+    """``num_nvl_bytes`` and ``num_rdma_bytes`` that programs read and write, taken when first asked
+    for. No engine uses them.
+    """
+
+    def __init__(self, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self._num_bytes = {False: num_nvl_bytes, True: num_rdma_bytes}
+        self._held: dict[bool, Tensor] = {}
+
+    def tensor(self, dtype: Any, size: Any, offset: Any, use_rdma_buffer: Any) -> Tensor:
+        """``size`` elements (None: all that follow) from element ``offset``, if there are."""
+        rdma = flag("use_rdma_buffer", use_rdma_buffer)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")
+        num_bytes = self._num_bytes[rdma]
+        room = num_bytes // dtype.itemsize
+        begin = whole("offset", offset, 0, room, f", the elements of {dtype} in {num_bytes} bytes")
+        shape = torch.Size([room - begin] if size is None else _checked(size))
+        if shape.numel() > room - begin:
+            raise ValueError(
+                f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of "
+                f"{dtype}, but the {num_bytes} bytes of this buffer have {room - begin} there: "
+                f"make Buffer with more {'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
+            )
+        held = self._held.get(rdma)
+        if held is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            with torch.inference_mode(False):  # kept for writes outside of it too
+                held = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._held[rdma] = held
+        return held[: room * dtype.itemsize].view(dtype)[begin:][: shape.numel()].view(shape)
+
+
+def _checked(size: Any) -> list[int]:
+    if not isinstance(size, (tuple, list)):
+        raise ValueError(f"size ({size!r}) must be a torch.Size or None")
+    return [whole("size", each, 0, MOST_BYTES) for each in size]  # pyright: ignore[reportUnknownVariableType]

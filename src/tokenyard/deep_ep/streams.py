@@ -1,8 +1,5 @@
-"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at
-their end.
-
-The results exist at once and are good for a stream that waited for the event. On the CPU a call is
-over when it returns.
+"""Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at the
+end. Results exist at once; a stream waits for the event. A call on the CPU returns when it is over.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple
 
 Result = TypeVar("Result")
-
 
 WORDS = {
     "timeout= of ExpertParallel": "TOKENYARD_DEEP_EP_TIMEOUT",
@@ -49,9 +45,7 @@ class Streams:
         self._ready: Any = None
 
     def comm(self) -> Any:
-        """The communication stream, of the device that was current at first; without CUDA one that
-        stands for nothing.
-        """
+        """The communication stream, of the first current device; without CUDA a stand-in."""
         if self._comm is None:
             if not torch.cuda.is_available():
                 return torch.cpu.Stream()
@@ -128,13 +122,11 @@ class Streams:
                 part.keep_for(stream)
             else:
                 keep_for(part, stream)
-        self._hand_over(result, here)
-        return result, EventOverlap(done)
-
-    def _hand_over(self, result: Any, here: Any) -> None:
-        """Results are in memory of the communication stream, and ``here`` will use them."""
-        for part in result if isinstance(result, tuple) else (result,):  # pyright: ignore[reportUnknownVariableType]
+        # results are in memory of the communication stream, and this stream will use them
+        made: Any = result
+        for part in made if isinstance(made, tuple) else (made,):  # pyright: ignore[reportUnknownVariableType]
             if isinstance(part, LazyTuple):
                 part.made_on = self._comm
             else:
                 keep_for(part, here)
+        return result, EventOverlap(done)

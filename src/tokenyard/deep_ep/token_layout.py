@@ -25,9 +25,7 @@ MOST_COMPARED = 4096
 
 def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody
-    waits for the device here.
-
-    One launch on a GPU where kernels can be made, else by torch.
+    waits for the device here. One launch on a GPU where kernels can be made, else by torch.
     """
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
         launch = bound(
@@ -88,7 +86,6 @@ def bound(
 
 
 def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
-    """Of the kernel."""
     from tokenyard.kernels.layout import LayoutConfig
 
     picks, ranks = power_of_two_at_least(num_topk), power_of_two_at_least(num_ranks)

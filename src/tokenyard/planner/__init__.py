@@ -1,3 +1,1 @@
-"""What a dispatch and a combine would take on a machine that may not be at hand. See
-``docs/how-to/planner.md``.
-"""
+"""What dispatch and combine would take on a machine. See ``docs/how-to/planner.md``."""

@@ -49,7 +49,6 @@ class Terms:
 
     @property
     def bound(self) -> str:
-        """Name of the largest."""
         named = {
             "NVLink": self.nvlink,
             "NIC": self.nic,
@@ -64,12 +63,10 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
     """A call inside a node: ``dispatch`` (routing known) and ``combine``, or a dispatch
     ``in_place``, in symmetric memory.
 
-    A combine without rings: its programs read and store rows that go back,
-    then read all rows of a token, and store results.
-
-    In place, every writer also writes the rows that stay here, and nothing fills a pipeline. A
-    reducer of a combine takes as long for a token of four ranks as of two, since it loads the rows
-    of all ranks at once: its work is results.
+    A combine without rings: its programs read and store rows that go back, read all rows of a
+    token, and store results. In place, every writer also writes the rows that stay here, and
+    nothing fills a pipeline. A reducer takes as long for a token of four ranks as of two, since
+    it loads the rows of all ranks at once: its work is results.
     """
     rate: CallRates = getattr(rates, call)
     row_bytes, ring = work.back_bytes if call == "combine" else work.row_bytes, sizes.rings[-1]
@@ -102,9 +99,7 @@ nvlink_combine = partial(nvlink_call, "combine")
 def collective_call(
     work: Workload, moved: Traffic, call: CallRates, row_bytes: int, rates: Rates
 ) -> Terms:
-    """Engine ``collective``: across nodes first, then inside them; one hop if there is only one of
-    the two.
-    """
+    """Engine ``collective``: across nodes first, then inside; one hop if there is only one."""
     if not work.grid.has_levels:
         return flat_call(work, moved, call, row_bytes, rates)
     return Terms(
@@ -163,27 +158,22 @@ twolevel_combine = partial(twolevel_call, "combine")
 
 
 def touched(moved: Traffic, work: Workload) -> float:
-    """Rows that a GPU's programs of engine twolevel copy, each time they do.
-
-    Dispatch: into staging, to local ranks, out of rings, and rows that stay, also those that
-    forwarders keep. Combine: the same backwards. Puts are the NIC's work.
+    """Rows that a GPU's programs of engine twolevel copy, each time they do. Dispatch: into
+    staging, to local ranks, out of rings, and rows that stay, also those that forwarders keep.
+    Combine: the same backwards. Puts are the NIC's work.
     """
     return moved.nic.busiest + 2 * moved.nvlink.busiest + work.nodes * moved.own.busiest
 
 
 def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) -> float:
-    """How long programs take that share all copies (``num_bytes`` in total): what they do alone,
-    then what memory does.
-
-    Not the larger of the two, as it is the same threads that wait for both.
+    """How long programs take that share all copies (``num_bytes`` in all): what they do alone, and
+    what memory does; no maximum, as the same threads wait for both.
     """
     return num_bytes / (programs * program_gbs * US) + num_bytes / (rates.copy_gbs * US)
 
 
 def _last_chunks(rows: float, ring: Ring, chunk: int, ranks: int) -> float:
-    """Rows in the last chunks of a GPU's rings from others, if ``rows`` come through all
-    of them.
-    """
+    """Rows in the last chunks of a GPU's rings from others, if ``rows`` come through all."""
     return min(rows, ring.count * (ranks - 1) / ranks * chunk)
 
 
@@ -213,9 +203,8 @@ known_traffic = lru_cache(maxsize=256)(traffic)
 
 
 def predict(call: str, work: Workload, rates: Rates) -> Terms:
-    """A call inside one node, with uniform routing, as in the records that rates are fitted to:
-    with a role per program, and rings for all calls. ``call``: a name of
-    :data:`~tokenyard.planner.rates.CALLS`.
+    """A call (of :data:`~tokenyard.planner.rates.CALLS`) inside one node, routing uniform, as in
+    the records: a role per program, and rings for all.
     """
     moved = known_traffic(work, "uniform")
     if call.startswith(COLLECTIVE):

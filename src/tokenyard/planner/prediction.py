@@ -6,18 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY, NVLINK, TWOLEVEL
-from tokenyard.planner.model import (
-    Terms,
-    collective_call,
-    flat_call,
-    known_traffic,
-    low_latency_call,
-    nvlink_combine,
-    nvlink_dispatch,
-    nvlink_in_place,
-    twolevel_combine,
-    twolevel_dispatch,
-)
+from tokenyard.planner import model
+from tokenyard.planner.model import Terms
 from tokenyard.planner.rates import Rates
 from tokenyard.planner.sizes import Sizes, nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import Flow, Traffic
@@ -27,8 +17,12 @@ DISPATCH, IN_PLACE, COMBINE = ("dispatch", "dispatch in place", "combine")
 FLAT = "flat exchange"
 ONCE = f"{LOW_LATENCY}, once per node"
 PRICES = {
-    NVLINK: {DISPATCH: nvlink_dispatch, IN_PLACE: nvlink_in_place, COMBINE: nvlink_combine},
-    TWOLEVEL: {DISPATCH: twolevel_dispatch, COMBINE: twolevel_combine},
+    NVLINK: {
+        DISPATCH: model.nvlink_dispatch,
+        IN_PLACE: model.nvlink_in_place,
+        COMBINE: model.nvlink_combine,
+    },
+    TWOLEVEL: {DISPATCH: model.twolevel_dispatch, COMBINE: model.twolevel_combine},
 }
 MOST_GPUS = 1024
 """How far :func:`scaling` goes."""
@@ -61,13 +55,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What :func:`plan` found.
-
-    Attributes:
-        engine: the one that is planned. ``nvlink`` is what engine "auto" takes in one node;
-            ``twolevel`` must be asked for.
-        sizes: its sizes, by dtype. traffic: rows, by routing. calls: of that engine, of collective,
-            flat ones, and of low_latency.
+    """What :func:`plan` found: sizes by dtype, rows by routing, and calls of the ``engine`` that is
+    planned (``nvlink``, which "auto" takes, in one node; ``twolevel``, which must be asked for), of
+    collective, flat ones, and of low_latency.
     """
 
     workload: Workload
@@ -86,16 +76,14 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16.
-    ``seed``: which experts are popular.
-
-    Raises:
-        ValueError: the engine cannot work with so few SMs, or its rings cannot hold two rows.
+    ``seed``: which experts are popular. ValueError: too few SMs for the engine, or rings hold no
+    two rows.
     """
     engine = NVLINK if workload.nodes == 1 else TWOLEVEL
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
     sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
     bf16, any_sizes = replace(workload, dtype="bf16"), next(iter(sizes.values()))
-    moved = {skew: known_traffic(bf16, skew, seed) for skew in skews}
+    moved = {skew: model.known_traffic(bf16, skew, seed) for skew in skews}
     calls: list[Call] = []
     for rows in moved.values():
         for dtype, work in works.items():
@@ -109,9 +97,7 @@ def plan(
 def _calls(
     engine: str, back: bool, work: Workload, rows: Traffic, sizes: Sizes, rates: Rates
 ) -> list[Call]:
-    """Combines if ``back``, else dispatches: the engine's own, engine collective's and, where that
-    goes another way, one flat exchange at its rates.
-    """
+    """Combines if ``back``, else dispatches: the engine's, collective's, a flat one's."""
     terms = {
         (name, engine): price(work, rows, sizes, rates)
         for name, price in PRICES[engine].items()
@@ -121,13 +107,13 @@ def _calls(
     if back:
         call, row_bytes = rates.collective_back, work.back_bytes
     name = COMBINE if back else DISPATCH
-    terms[name, COLLECTIVE] = collective_call(work, rows, call, row_bytes, rates)
+    terms[name, COLLECTIVE] = model.collective_call(work, rows, call, row_bytes, rates)
     if work.grid.has_levels:
-        terms[name, FLAT] = flat_call(work, rows, call, row_bytes, rates)
+        terms[name, FLAT] = model.flat_call(work, rows, call, row_bytes, rates)
     if work.tokens <= MOST_DECODED:
-        terms[name, LOW_LATENCY] = low_latency_call(name, work, rows, rates)
+        terms[name, LOW_LATENCY] = model.low_latency_call(name, work, rows, rates)
         if work.grid.has_levels:
-            terms[name, ONCE] = low_latency_call(name, work, rows, rates, once=True)
+            terms[name, ONCE] = model.low_latency_call(name, work, rows, rates, once=True)
     straight = (FLAT, LOW_LATENCY)
 
     def moved(flow: Flow) -> Flow:
@@ -148,7 +134,6 @@ def _calls(
 
 
 def sizes_of(engine: str, work: Workload) -> Sizes:
-    """Sizes that an engine with kernels chooses."""
     return nvlink_sizes(work) if engine == NVLINK else twolevel_sizes(work)
 
 
@@ -156,16 +141,8 @@ def scaling(
     workload: Workload, rates: Rates, dtypes: Sequence[Dtype] = DTYPES
 ) -> tuple[list[Plan], dict[int, ValueError]]:
     """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on
-    each GPU.
-
-    All have the same number of experts: at least one per GPU of the largest.
-
-    Returns:
-        The plans, at least one; and, by number of GPUs, why other machines have none (see
-            :func:`plan`).
-
-    Raises:
-        ValueError: none of them has one.
+    each GPU and the same number of experts (at least one per GPU of the largest); and, by number of
+    GPUs, why others have none (see :func:`plan`). ValueError: none of them has one.
     """
     most = max(1, MOST_GPUS // workload.gpus_per_node)
     counts = [1 << power for power in range(most.bit_length())]

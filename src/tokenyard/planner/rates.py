@@ -22,8 +22,7 @@ class CallRates(NamedTuple):
     Attributes:
         fixed_us: what an empty call takes: launch, announcements, last signal.
         link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
-        program_gbs: what one program that moves rows does, in a combine what one reducer stores of
-            results; None: no limit known.
+        program_gbs: of a program that moves rows, in a combine a reducer's results; None: no limit.
     """
 
     fixed_us: float
@@ -67,11 +66,8 @@ class Rates:
     def with_links(
         self, *, nvlink: float | None = None, nic: float | None = None, latency: float | None = None
     ) -> Rates:
-        """The same machine with other links. ``nvlink`` is dispatch's; in place, combine and
-        collective scale with it.
-
-        Raises:
-            ValueError: a rate or a latency is outside of what :data:`LEAST` and :data:`MOST` allow.
+        """The same machine with other links; all calls scale with ``nvlink``, which is dispatch's.
+        ValueError: one is outside of :data:`LEAST` and :data:`MOST`.
         """
         links = dict(nvlink=nvlink, nic=nic, latency=latency)  # noqa: C408
         for name, value in links.items():

@@ -1,5 +1,5 @@
 """Times out of the JSON that ``tokenyard bench --json`` or the suite ``nvlink`` writes, each beside
-the workload it belongs to; and rates out of times: least squares of relative errors.
+its workload; and rates out of times: least squares of relative errors.
 """
 
 from __future__ import annotations
@@ -43,11 +43,8 @@ SWEEP_CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured time.
-
-    Attributes:
-        call: the field of :class:`~tokenyard.planner.rates.Rates` that it tells about.
-        work: what was done. us: median of the slowest rank, on the device's clock if there is one.
+    """One measured time: the field ``call`` of ``Rates`` that it tells about, the work, and the
+    median of the slowest rank in us, on the device's clock if there is one.
     """
 
     call: str
@@ -56,13 +53,8 @@ class Point:
 
 
 def read(path: Path) -> list[Point]:
-    """Times of this library in a record, with uniform routing, bf16 or rows that came as FP8,
-    layout flat.
-
-    One node is assumed: records do not say which ranks share one.
-
-    Raises:
-        ValueError: no file of that kind, or no such times in it.
+    """Times of this library in a record: uniform routing, bf16 or rows that came as FP8, layout
+    flat. One node is assumed: records do not say which ranks share one. ValueError: there are none.
     """
     try:
         record: dict[str, Any] = json.loads(path.read_text())
@@ -77,8 +69,7 @@ def read(path: Path) -> list[Point]:
     if not points:
         raise ValueError(
             f"rates ({path}) has no time of engine nvlink or collective with uniform routing and "
-            f"layout flat: "
-            "run tokenyard bench --skew uniform --layout flat --json FILE"
+            f"layout flat: run tokenyard bench --skew uniform --layout flat --json FILE"
         )
     return points
 
@@ -92,9 +83,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _most_sms(rows: list[dict[str, Any]]) -> int:
-    """Multiprocessors of the GPUs: what calls without a limit had; if no row tells, those of an
-    H200, or as many as asked.
-    """
+    """What calls without a limit had; if none tells, those of an H200, or as many as asked."""
     told = [(row.get("section") or "sms", row["sms"]) for row in rows if row["sms"] is not None]
     asked = [H200_SMS, *(sms for _, sms in told)]
     return max((sms for section, sms in told if section != "sms"), default=max(asked))
@@ -122,13 +111,9 @@ def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
 
 
 def rates_from(path: Path, base: Rates) -> Rates:
-    """``base`` with those kinds of call fitted again of which ``path`` has times for at least two
-    batch sizes.
-
-    What one program does is fitted if there are at least two numbers of SMs, and kept otherwise.
-
-    Raises:
-        ValueError: ``path`` is no record, or has no kind of call with two batch sizes.
+    """``base`` with those calls fitted again of which ``path`` has times for two batch sizes or
+    more. What one program does is fitted to two numbers of SMs or more, and kept otherwise.
+    ValueError: none.
     """
     points = read(path)
     by_call = {call: [point for point in points if point.call == call] for call in CALLS}

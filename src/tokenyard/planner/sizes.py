@@ -1,6 +1,4 @@
-"""Channels, chunks and rings as the engines themselves choose them. Neither Triton nor a GPU is
-needed.
-"""
+"""Channels, chunks and rings as engines choose them. Neither Triton nor a GPU is needed."""
 
 from __future__ import annotations
 
@@ -58,11 +56,7 @@ class Sizes:
 
 
 def recorded_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all.
-
-    Raises:
-        ValueError: too few SMs for so many ranks, or rings that hold less than two rows.
-    """
+    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all."""
     ranks, sms = workload.gpus_per_node, workload.sms
     every = sms == workload.most_sms
     least = ranks if every else 2 * ranks
@@ -83,11 +77,7 @@ def recorded_sizes(workload: Workload) -> Sizes:
 
 
 def nvlink_sizes(workload: Workload) -> Sizes:
-    """Sizes that engine ``nvlink`` takes.
-
-    Raises:
-        ValueError: rings that hold less than two rows, or too many ranks.
-    """
+    """Sizes of engine ``nvlink``. ValueError: rings hold less than two rows, or too many ranks."""
     ranks, sms = workload.gpus_per_node, workload.sms
     if why := too_many(ranks):
         raise ValueError(why)
@@ -116,18 +106,13 @@ def nvlink_sizes(workload: Workload) -> Sizes:
 
 
 def _programs(tuning: Tuning, grid: Topology) -> int:
-    """Of a dispatch through rings."""
     return tuning.channels * tuning.workers(
         tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
     )
 
 
 def twolevel_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``twolevel``.
-
-    Raises:
-        ValueError: rings that hold less than two rows.
-    """
+    """Sizes of engine ``twolevel``. ValueError: rings that hold less than two rows."""
     grid, buffer_bytes = workload.grid, workload.buffer_bytes
     channels = most_channels(grid, 2 * workload.hidden, buffer_bytes)
     all_sms = workload.sms == workload.most_sms
@@ -181,10 +166,12 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tunin
     slots, back_slots = each // there.slot_bytes, each // back.slot_bytes
     if min(slots, back_slots) < 2:
         row, whole = max(there.slot_bytes, back.slot_bytes), workload.buffer_bytes
+        works = [replace(workload, dtype=dtype) for dtype in DTYPES]
+        slot = max(layout.slot_bytes for work in works for layout in row_layouts(work))
+        least = least_bytes(workload.grid, 2 * workload.hidden, slot, cuts.channels)
         raise ValueError(
-            f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 "
-            f"rows of {row} bytes must fit: "
-            f"make it at least {_least_bytes(workload, cuts.channels)}"
+            f"buffer_bytes ({whole}) gives each of {count} {name} rings {each} bytes, but 2 rows "
+            f"of {row} bytes must fit: make it at least {least}"
         )
     return Ring(
         name=name,
@@ -195,13 +182,6 @@ def _ring(name: str, count: int, num_bytes: int, workload: Workload, cuts: Tunin
         back_slots=back_slots,
         back_chunk=cuts.send.chunk_of(back_slots),
     )
-
-
-def _least_bytes(workload: Workload, channels: int) -> int:
-    """A buffer that is large enough, for rows of all dtypes."""
-    works = [replace(workload, dtype=dtype) for dtype in DTYPES]
-    slot = max(row_layout.slot_bytes for work in works for row_layout in row_layouts(work))
-    return least_bytes(workload.grid, 2 * workload.hidden, slot, channels)
 
 
 def row_layouts(workload: Workload) -> tuple[RowLayout, RowLayout]:

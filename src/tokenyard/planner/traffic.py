@@ -27,9 +27,7 @@ _STEP, _EARLIEST = 0.25, -38.0
 
 
 class Flow(NamedTuple):
-    """Rows per GPU and call: the mean over GPUs (in = out), and the busier direction of the busiest
-    GPU.
-    """
+    """Rows per GPU and call: the mean (in = out), and the busier direction of the busiest GPU."""
 
     mean: float
     busiest: float
@@ -111,11 +109,8 @@ def traffic_of(ranks: Sequence[float], nodes: Sequence[float], tokens: int, skew
 
 
 def popularity(skew: str, experts: int, seed: int = 0) -> list[float]:
-    """Chances of the experts for a single pick.
-
-    Args:
-        skew: ``uniform``, or ``zipf``: the n-th most popular expert in proportion to ``1 / n``.
-        seed: of which expert is the n-th.
+    """Chances of experts for one pick: ``uniform``, or ``zipf``: the n-th in proportion to ``1 /
+    n``. ``seed``: of which expert is the n-th.
     """
     if skew == "uniform":
         return [1 / experts] * experts
@@ -142,9 +137,7 @@ def reach(chances: Sequence[float], bounds: Sequence[int], topk: int) -> list[fl
 
 
 def _reach_weighted(rates: Tensor, bounds: Sequence[int], topk: int) -> list[float]:
-    """A group of rate W is reached if it rings before K others did: the integral of ``W exp(-W t)
-    P(others by t < K)``.
-    """
+    """A group of rate W rings before K others: ``integral of W exp(-W t) P(others by t < K)``."""
     latest = math.log(80.0 / float(rates.min()))
     times = torch.arange(_EARLIEST, latest, _STEP, dtype=torch.float64).exp()
     before = _counts(rates, bounds, times, topk)
@@ -160,9 +153,7 @@ def _reach_weighted(rates: Tensor, bounds: Sequence[int], topk: int) -> list[flo
 
 
 def _counts(rates: Tensor, bounds: Sequence[int], times: Tensor, most: int) -> list[Tensor]:
-    """For each bound: ``[times, most]``, the chance that exactly n < ``most`` of the experts before
-    it have rung.
-    """
+    """For each bound: chances ``[times, most]`` that so many of the experts before it have rung."""
     counts = torch.zeros(len(times), most, dtype=torch.float64)
     counts[:, 0] = 1
     found: list[Tensor] = []

@@ -1,6 +1,4 @@
-"""A kit for testing code on several ranks: bodies that run on every rank, routings, comparisons
-that say where.
-"""
+"""A kit to test code on several ranks: bodies for every rank, routings, comparisons."""
 
 from __future__ import annotations
 

@@ -54,11 +54,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 class _Trip:
-    """One input of an exchange, known beforehand.
-
-    Attributes:
-        x: this rank's rows; order: token of each row sent, by destination; rows: those rows.
-        to_peers, from_peers: how many rows go to, and come from, each rank; arriving: from all.
+    """One input of an exchange, known beforehand: this rank's rows ``x``; the ``order`` (tokens)
+    and ``rows`` sent, by destination; how many go to each rank, and come from each, and from all.
     """
 
     def __init__(self, batch: Batch, mode: Quantize | None = None) -> None:
@@ -88,9 +85,7 @@ def _all_to_all_ranks(case: Case, row_bytes: int) -> Traffic:
 
 
 def instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
-    """The rows of a dispatch, without and with the copies around them that it needs; every token to
-    every rank. Collective.
-    """
+    """The rows of a dispatch, without and with the copies that it needs; all to all. Collective."""
     mode = QUANTIZE[case.quantize]
     trips = [_Trip(batch, mode) for batch in batches]
     received = trips[0].room(*(trip.arriving for trip in trips))
@@ -135,9 +130,7 @@ def instead_of_dispatch(case: Case, batches: Sequence[Batch]) -> list[Call]:
 
 
 def instead_of_combine(case: Case, batches: Sequence[Batch]) -> list[Call]:
-    """Rows back to their owners, without the sum that combine ends with; sums of every token of
-    every rank. Collective.
-    """
+    """Rows back to their owners, without the sum; sums of every token of every rank. Collective."""
     trips = [_Trip(batch) for batch in batches]
     rows = [trip.there(trip.room(trip.arriving), trip.rows) for trip in trips]
     room = trips[0].room(*(len(trip.rows) for trip in trips))

@@ -73,9 +73,7 @@ class Case:
 
 
 def sweep(**lists: list[Any]) -> list[Case]:
-    """Every combination of the given lists, one per field of :class:`Case`; the last list varies
-    fastest.
-    """
+    """Every combination of the lists, one per field of :class:`Case`; the last varies fastest."""
     return [Case(**dict(zip(lists, point, strict=True))) for point in product(*lists.values())]
 
 

@@ -1,6 +1,5 @@
-"""Calls of the library on known inputs, and what their results must be, bit for bit.
-
-Rows that go back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
+"""Calls of the library on known inputs, and what their results must be, bit for bit. Rows that go
+back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ class Batch:
 
     @property
     def flat(self) -> Tensor:
-        """Rows that come here, as places in the rows of all ranks, in the order of ``FLAT``: by
-        source rank, then token.
-        """
+        """Rows that come here, as places in all ranks' rows, in the order of ``FLAT``."""
         return self.picks_of(self.rank).any(2).flatten().nonzero().flatten()
 
     def traffic(self, row_bytes: int, *, back: bool = False) -> Traffic:
@@ -95,10 +92,7 @@ def sweep_inputs(
 
 @dataclass(frozen=True)
 class Oracle:
-    """What calls must return, by the oracle: on the CPU, for small batches.
-
-    ``x [R * T, H]`` is what all ranks send, in rank order.
-    """
+    """What calls must return, by the oracle, on the CPU. ``x [R * T, H]``: all that is sent."""
 
     batch: Batch
     x: Tensor
@@ -119,12 +113,8 @@ class Oracle:
         return cls(batch, torch.cat(sent[0]).to(batch.x.device), there[batch.rank], back.x)
 
     def check_rows(self, recv: ty.Received, fields: Sequence[str] = ()) -> None:
-        """Compare a dispatch, bit for bit: payload, scales, sources and ``fields``.
-
-        Rows without a source (padding of ``EXPERT_PADDED``) may hold anything.
-
-        Raises:
-            AssertionError: a bit is wrong, a tensor is missing, or one should not be there.
+        """Compare a dispatch, bit for bit: payload, scales, sources and ``fields``. Rows without a
+        source (padding of ``EXPERT_PADDED``) may hold anything.
         """
         want = self.received
         filled = want.source >= 0
@@ -196,9 +186,7 @@ class Call:
 
 
 def engine_calls(ep: ty.ExpertParallel, case: Case, batches: Sequence[Batch]) -> list[Call]:
-    """A dispatch with a new routing, one whose handle is known, and a combine of the rows that
-    came, times :func:`share`. Collective.
-    """
+    """A dispatch fresh, one cached, and a combine of what came, times :func:`share`. Collective."""
     mode, sent = QUANTIZE[case.quantize], list[Any](each.x for each in batches)
     if case.cast_before and mode is not None:
         sent, mode = [quantize(x, mode) for x in sent], None
@@ -243,9 +231,8 @@ def check(
     device: torch.device,
     known: Sequence[str] | None = None,
 ) -> list[str]:
-    """Compare every call with the truth on every input: what is wrong with it, "" if nothing.
-
-    ``known``: errors that calls have already, which are left out. Collective.
+    """What is wrong with each call on some input, "" if nothing. ``known``: errors that calls have
+    already, which are left out. Collective.
     """
     errors = list(known or [""] * len(calls))
     for number in range(num_inputs):
@@ -260,9 +247,7 @@ def check(
 
 
 def failure(attempt: Callable[[], None], title: str, number: int, device: torch.device) -> str:
-    """What is wrong with one result, on whichever ranks; a rank that knows more says it on stderr.
-    Collective.
-    """
+    """What is wrong, on whichever ranks; one that knows more says it on stderr. Collective."""
     what = ""
     try:
         attempt()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def assert_same_bits(
     got, wanted = _bits(actual), _bits(expected.to(actual.device))
     wrong = (got != wanted).any(1).nonzero().flatten()
     if wrong.numel():
-        name = _RowNames(tuple(expected.shape[:-1]) or tuple(expected.shape), source, experts)
+        shape = tuple(expected.shape[:-1]) or tuple(expected.shape)
+        name = partial(_name, shape, source, experts)
         first = int(wrong[0])
         raise AssertionError(
             f"{where}: {len(wrong)} of {len(wanted)} rows are wrong, first {name(first)}\n"
@@ -51,12 +53,9 @@ def assert_same_bits(
 
 def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str) -> None:
     """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in
-    float64 (complex128).
-
-    NaN and infinity never pass, on neither side. Shapes must agree, dtypes may differ.
-
-    Raises:
-        ValueError: ``relative`` is negative or not finite: nothing, or everything, would pass.
+    float64 (complex128). NaN and infinity never pass, on neither side. Shapes must agree, dtypes
+    may differ. ValueError: ``relative`` is negative or not finite: nothing, or everything, would
+    pass.
     """
     __tracebackhide__ = True
     if not 0 <= relative < math.inf:
@@ -89,24 +88,17 @@ def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowNames:
-    """Names the rows of a tensor whose leading dimensions are ``shape``."""
-
-    shape: tuple[int, ...]
-    source: Tensor | None
-    experts: Tensor | None
-
-    def __call__(self, row: int) -> str:
-        known: list[str] = []
-        if self.source is not None:
-            packed = int(self.source.flatten()[row])
-            place = f"source rank {packed >> 32}, token {packed & 0xFFFFFFFF}"
-            known.append("padding" if packed < 0 else place)
-        if self.experts is not None:
-            ids = [int(expert) for expert in self.experts.reshape(math.prod(self.shape), -1)[row]]
-            known.append(f"expert {ids[0]}" if len(ids) == 1 else f"experts {ids}")
-        return f"row {_index(row, self.shape)}" + (f" ({', '.join(known)})" if known else "")
+def _name(shape: tuple[int, ...], source: Tensor | None, experts: Tensor | None, row: int) -> str:
+    """Of a row of a tensor whose leading dimensions are ``shape``."""
+    known: list[str] = []
+    if source is not None:
+        packed = int(source.flatten()[row])
+        place = f"source rank {packed >> 32}, token {packed & 0xFFFFFFFF}"
+        known.append("padding" if packed < 0 else place)
+    if experts is not None:
+        ids = [int(expert) for expert in experts.reshape(math.prod(shape), -1)[row]]
+        known.append(f"expert {ids[0]}" if len(ids) == 1 else f"experts {ids}")
+    return f"row {_index(row, shape)}" + (f" ({', '.join(known)})" if known else "")
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> str:
@@ -121,9 +113,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[rows, columns]`` integers with the bits of the elements; an element of 16 bytes has two
-    columns.
-    """
+    """The elements' bits as integers ``[rows, columns]``; one of 16 bytes has two columns."""
     columns = tensor.shape[-1] if tensor.ndim > 1 else 1
     rows = math.prod(tensor.shape[:-1]) if tensor.ndim > 1 else tensor.numel()
     plain = tensor.detach().resolve_conj().resolve_neg().reshape(rows, columns).contiguous()
@@ -150,8 +140,7 @@ def _hex(element: Tensor) -> str:
     return f"0x{int(element) & ((1 << 4 * width) - 1):0{width}x}"
 
 
-def _whose(row: Tensor, wanted: Tensor, name: _RowNames) -> str:
-    """Says which expected rows have these bits."""
+def _whose(row: Tensor, wanted: Tensor, name: Callable[[int], str]) -> str:
     same = (wanted == row).all(1).nonzero().flatten()
     if same.numel() == 0:
         return "it equals no expected row"

@@ -22,9 +22,7 @@ DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
 PROCESSES = ("cpu", "cuda")
 """Devices whose ranks are processes."""
 IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {"simulated": run_seeded}
-"""What runs a body on ranks of this process, by the word that asks for it. A ``conftest.py`` may
-add more.
-"""
+"""What runs a body on ranks of this process, by its word. A ``conftest.py`` may add more."""
 
 _RANKS = "ranks"
 _WORLD_SIZE = "_world_size"
@@ -66,7 +64,9 @@ def distributed_test(
                 f"{body.__qualname__} must be at module or class level, where other processes can "
                 f"find it"
             )
-        visible = _without_ranks(inspect.signature(body))
+        signature = inspect.signature(body)
+        parameters = [p for p in signature.parameters.values() if p.name != _RANKS]
+        visible = signature.replace(parameters=parameters)
 
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
@@ -97,22 +97,13 @@ def _device() -> str:
     return device
 
 
-def _without_ranks(signature: Signature) -> Signature:
-    return signature.replace(
-        parameters=[p for p in signature.parameters.values() if p.name != _RANKS]
-    )
-
-
 def _parametrised(
     test: Callable[..., None],
     visible: Signature,
     world_size: int | tuple[int, ...],
     engine: str | tuple[str, ...],
 ) -> Callable[..., None]:
-    """Show pytest the signature without ``ranks`` and a parameter for each tuple.
-
-    Nothing is marked where pytest was not imported: nobody collects tests there.
-    """
+    """Show pytest, if it is there, the signature without ``ranks``, a parameter for each tuple."""
     choices = [(_WORLD_SIZE, world_size, "ranks{}"), (_ENGINE, engine, "{}")]
     tuples = [(name, values, style) for name, values, style in choices if isinstance(values, tuple)]
     hidden = [Parameter(name, Parameter.KEYWORD_ONLY) for name, _, _ in tuples]

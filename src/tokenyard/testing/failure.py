@@ -9,21 +9,16 @@ from tokenyard.testing.job import Ending, Outcome
 
 
 class RankFailure(AssertionError):
-    """A test body failed on at least one rank; the message names the ranks and carries their
-    tracebacks.
-    """
+    """A test body failed; the message names the ranks and carries their tracebacks."""
 
 
 def is_fine(outcome: Outcome, may_die: bool) -> bool:
-    """Whether this is how a rank should end."""
     return outcome.ending is Ending.PASSED or (outcome.ending is Ending.DIED and may_die)
 
 
 def judge(outcomes: dict[int, Outcome], may_die: tuple[int, ...]) -> None:
-    """Return if every rank passed (or died as it may); raise :class:`RankFailure` or
-    ``unittest.SkipTest`` otherwise.
-
-    A test is skipped only if all its ranks skip.
+    """Return if every rank passed (or died as it may); raise :class:`RankFailure` otherwise, or
+    ``unittest.SkipTest`` if all ranks skip.
     """
     __tracebackhide__ = True
     fine = {rank for rank, outcome in outcomes.items() if is_fine(outcome, rank in may_die)}

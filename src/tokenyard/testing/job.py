@@ -14,11 +14,8 @@ class Ranks:
     """Where a test body runs; the body's ``ranks`` parameter.
 
     Attributes:
-        rank: of this process, in ``[0, world_size)``.
-        world_size: number of ranks.
-        device: to put tensors on.
-        engine: name of the engine under test.
-        group: of all ranks: a process group kept from test to test, or one of
+        device: to put tensors on. engine: name of the engine under test.
+        group: of all ranks: a process group kept from test to test, or a
             :class:`tokenyard.memory.symmetric.MemoryGroup`.
     """
 
@@ -34,8 +31,7 @@ class Job:
     """A test body and its arguments, in words that another process understands.
 
     Attributes:
-        module: name under which pytest imported the test module.
-        path: file of that module.
+        module, path: name under which pytest imported the test module, and its file.
         qualname: of the body inside its module.
         code: of that module, see :func:`tokenyard.testing.modules.code_of`.
         engine: name of the engine under test.
@@ -53,9 +49,8 @@ class Job:
 
 
 class Ending(enum.Enum):
-    """How a body ended on one rank; what explains most comes first.
-
-    ``DIED`` is an exit or SIGKILL, which may be on purpose; ``CRASHED`` is any other signal.
+    """How a body ended on one rank; what explains most comes first. ``DIED``: by exit or SIGKILL,
+    which may be on purpose; ``CRASHED``: by any other signal.
     """
 
     FAILED = 0
@@ -68,12 +63,8 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a body ended on one rank.
-
-    Attributes:
-        ending: in one word.
-        error: the exception's own text, the reason of a skip, or how the process ended.
-        stack: where it happened; may be empty.
+    """How a body ended on one rank. ``error``: the exception's text, the reason of a skip, or how
+    the process ended. ``stack``: where; may be empty.
     """
 
     ending: Ending

@@ -20,9 +20,8 @@ DUMP_TIME = 60.0
 
 
 class Member:
-    """A worker process. It starts at once; ``pipe`` becomes readable when it has joined its group.
-
-    Its session is its own, so that Ctrl-C does not reach it and that what it starts ends with it.
+    """A worker process; ``pipe`` becomes readable when it has joined its group. Its session is its
+    own, so that Ctrl-C does not reach it, and what it starts ends with it.
     """
 
     def __init__(self, rank: int, world_size: int, device: str, port: int, name: str) -> None:
@@ -46,16 +45,13 @@ class Member:
 
     @property
     def num_threads(self) -> int:
-        """How many threads it has; 0 if it has gone."""
         try:
             return len(os.listdir(f"/proc/{self._process.pid}/task"))
         except OSError:
             return 0
 
     def check_joined(self) -> None:
-        """Raise ``RuntimeError`` with what the worker printed unless it has joined its group by
-        now.
-        """
+        """Raise ``RuntimeError`` with what the worker printed unless it has joined its group."""
         with suppress(EOFError, OSError):
             if self.pipe.poll() and self.pipe.recv_bytes() == worker.READY:
                 return
@@ -68,9 +64,7 @@ class Member:
             self.pipe.send_bytes(pickle.dumps(job))
 
     def outcome(self) -> Outcome:
-        """Of the body that was sent. Waits unless ``pipe`` is readable (as it is when the worker
-        has died).
-        """
+        """Of the body that was sent. ``pipe`` is readable when it is there, or all is over."""
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -115,9 +109,7 @@ class Member:
 
 
 def _tidy(dump: str) -> str:
-    """Without the addresses of threads, which differ between ranks, and without what every idle
-    worker does.
-    """
+    """Without addresses of threads, which differ between ranks, and what every idle worker does."""
     threads = "\n\n".join(
         block for block in dump.strip().split("\n\n") if "in _listen" not in block
     )

@@ -1,6 +1,4 @@
-"""Find a test body in a worker: import its module from its file, the way pytest did, with readable
-assertions. The test process compiles it, once for all ranks.
-"""
+"""A test body's module in a worker, with pytest's assertions; compiled once for all ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _CODE = "__tokenyard_code__"
 
 
 def code_of(path: str) -> bytes:
-    """The module in file ``path``, compiled with pytest's explanations of failed assertions, where
-    pytest is installed; anew when it has changed.
-    """
+    """The module compiled, with pytest's assertions if it is installed; anew when changed."""
     status = os.stat(path)
     return _compiled(path, status.st_mtime_ns, status.st_size)
 
@@ -53,9 +49,7 @@ class _Compiled(SourceFileLoader):
 
 
 def load_module(name: str, path: str, code: bytes) -> ModuleType:
-    """The module called ``name`` with this ``code`` of file ``path``; imported anew when it has
-    changed (workers outlive test sessions).
-    """
+    """The module with this ``code``; anew when that has changed (workers outlive test sessions)."""
     known = sys.modules.get(name)
     if known is not None and getattr(known, _CODE, None) == code:
         return known
@@ -74,9 +68,8 @@ def load_module(name: str, path: str, code: bytes) -> ModuleType:
 
 
 def find_body(module: str, path: str, qualname: str, code: bytes) -> Callable[..., Any]:
-    """The function that was decorated, whatever was wrapped around it later.
-
-    A script's ``__main__`` is here already: ``multiprocessing`` has imported it.
+    """The function that was decorated, whatever was wrapped around it later. A script's
+    ``__main__`` is here already: ``multiprocessing`` has imported it.
     """
     found: Any = sys.modules[module] if module == "__main__" else load_module(module, path, code)
     for part in qualname.split("."):

@@ -31,9 +31,7 @@ class BodyRun(NamedTuple):
 
 
 def run_in_process(run: BodyRun, start: Callable[[Rank], object]) -> None:
-    """``start`` calls its argument once per rank, each of which runs the body with its
-    :class:`Ranks`.
-    """
+    """``start`` calls its argument once per rank: each runs the body with its :class:`Ranks`."""
     body, engine, arguments, world_size, _ = run
     if engine not in ON_KERNELS:
         raise SkipTest(
@@ -72,7 +70,5 @@ def run_in_simulator(
 
 
 def run_seeded(run: BodyRun) -> None:
-    """The same with the seed that :data:`SEED_VARIABLE` says. The simulator has a clock and limits
-    of its own, so the timeout is not asked.
-    """
+    """With the seed of :data:`SEED_VARIABLE`; no timeout: the simulator has limits of its own."""
     run_in_simulator(*run[:4], int(os.environ.get(SEED_VARIABLE, "0")))

@@ -21,9 +21,7 @@ START_TIMEOUT = 1200.0
 """Seconds for a worker to start and to join its group."""
 
 GRACE = 3.0
-"""Seconds that the other ranks get to end after one has failed: they may fail too, or be waiting
-for it.
-"""
+"""Seconds that the other ranks get to end, or to fail too, after one has failed."""
 
 MOST_LEFT = 30
 """Threads that bodies may leave in a worker. Those of gloo groups that nobody destroys poll 100
@@ -65,9 +63,7 @@ class Pool:
         return most > self._usual + MOST_LEFT
 
     def run(self, job: Job, timeout: float, may_die: tuple[int, ...]) -> dict[int, Outcome]:
-        """Run a body on every rank for ``timeout`` seconds at most; how it ended, by rank. Prints
-        what they print.
-        """
+        """How a body ended, by rank, after ``timeout`` seconds at most. Prints what ranks print."""
         for member in self.members:
             member.send(job)
         outcomes: dict[int, Outcome] = {}
@@ -86,15 +82,15 @@ class Pool:
                 if hopeless and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE
                     overdue = f"still running {GRACE} s after rank {member.rank} failed"
-        self._print_output()
+        for member in self.members:
+            for line in member.new_output().splitlines():
+                print(f"[rank {member.rank}] {line}")
         for member in waiting:
             member.terminate()
         return outcomes | {member.rank: member.stuck(overdue) for member in waiting}
 
     def rest(self) -> None:
-        """Until :meth:`wake` workers cost nothing: gloo has threads that poll 100 times a
-        second.
-        """
+        """Until :meth:`wake` workers cost nothing: gloo's threads poll 100 times a second."""
         for member in self.members if self._can_rest else ():
             member.signal(signal.SIGSTOP)
 
@@ -106,16 +102,9 @@ class Pool:
         for member in self.members:
             member.kill()
 
-    def _print_output(self) -> None:
-        for member in self.members:
-            for line in member.new_output().splitlines():
-                print(f"[rank {member.rank}] {line}")
-
 
 class Pools:
-    """The pools of this process, one for each number of ranks. They start when they are first
-    needed.
-    """
+    """The pools of this process, one for each number of ranks, started when needed."""
 
     def __init__(self) -> None:
         self._store = local_store()
@@ -125,9 +114,7 @@ class Pools:
     def run(
         self, job: Job, world_size: int, device: str, timeout: float, may_die: tuple[int, ...]
     ) -> None:
-        """Run a body; raises as :func:`judge` does. A pool that may be out of step afterwards is
-        ended.
-        """
+        """Run a body; raises as :func:`judge` does. Ends a pool that may be out of step."""
         __tracebackhide__ = True
         pool = self._take(world_size, device)
         endings: set[Ending] = set()
@@ -143,7 +130,6 @@ class Pools:
         judge(outcomes, may_die)
 
     def close(self) -> None:
-        """End all workers."""
         while self._pools:
             self._pools.popitem()[1].kill()
 

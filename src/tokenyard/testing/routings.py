@@ -67,9 +67,7 @@ def payload(rank: int, num_tokens: int, hidden: int, dtype: torch.dtype, seed: i
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one rank's picks are made from. ``mine`` are random numbers of this rank, ``common``
-    those of all ranks.
-    """
+    """What one rank's picks are made from: random numbers, ``mine`` and ``common`` to all ranks."""
 
     rank: int
     world_size: int
@@ -88,9 +86,7 @@ class _Share:
         return slice(begin, begin + size + (rank < larger))
 
     def pick(self, popularity: Tensor) -> Tensor:
-        """Distinct experts for each token, drawn by ``popularity [num_experts]``; never one whose
-        popularity is 0.
-        """
+        """Distinct experts for each token, drawn by ``popularity [num_experts]``, where not 0."""
         times = (
             torch.empty(self.num_tokens, self.num_experts).exponential_(generator=self.mine)
             / popularity
@@ -118,9 +114,7 @@ def _uniform(share: _Share) -> Tensor:
 
 
 def _zipf(share: _Share) -> Tensor:
-    """Distinct experts, the n-th most popular drawn with a chance of 1 / n; which they are, all
-    ranks agree.
-    """
+    """Distinct experts, the n-th most popular with a chance of 1 / n; all ranks agree on which."""
     return share.pick(1.0 / (1.0 + torch.randperm(share.num_experts, generator=share.common)))
 
 
@@ -133,9 +127,7 @@ def _dropped(share: _Share) -> Tensor:
 
 
 def _duplicates(share: _Share) -> Tensor:
-    """Picks are drawn from half as many experts, so that (if K > 1) every token picks one of them
-    at least twice.
-    """
+    """Drawn from half as many experts: with K > 1 every token picks one at least twice."""
     distinct = share.pick(torch.ones(share.num_experts))
     half = min((share.num_topk + 1) // 2, share.num_experts)
     return distinct.gather(1, torch.randint(half, distinct.shape, generator=share.mine))

@@ -1,9 +1,8 @@
 """How to time collective calls, so that the figures of several systems can be compared.
 
-All calls run in one process group, interleaved: every round times each call once. The order inside
-a round is shuffled (the same way on every rank), so that no call always inherits heap and caches
-from the same predecessor. Ranks meet before each call, outside its time. What counts is the slowest
-rank of each round.
+Each round times each call once, in a shuffled order (the same on every rank), so that no call
+always inherits heap and caches from the same one. Ranks meet before each call, outside its time.
+What counts is the slowest rank of each round.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 Timed = Callable[[int], object]
-"""A timed call. Its argument is the number of the input to use; its result is dropped after the
-clock has stopped.
-"""
+"""A timed call, given the number of its input; its result goes after the clock has stopped."""
 
 _untyped: Any = dist
 
@@ -68,7 +65,6 @@ class Clock:
         self.meeting = torch.zeros(1, device=device)
 
     def events(self) -> list[Any]:
-        """Two of the GPU, if there is one."""
         return [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.cuda else []
 
     def synchronize(self) -> None:
@@ -76,9 +72,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def wait_for_ranks(self) -> None:
-        """Return when every rank is here and idle (an all-reduce: no rank has the sum before all
-        gave their part).
-        """
+        """Return when every rank is here and idle: none has an all-reduce's sum before."""
         self.synchronize()
         _untyped.all_reduce(self.meeting)
         self.synchronize()
@@ -131,9 +125,7 @@ def time_interleaved(
 
 
 def slowest_rank(times: Tensor, device: torch.device) -> Tensor:
-    """The largest value of each entry over all ranks: the same tensor, on the CPU, on every rank.
-    Collective.
-    """
+    """The largest of each entry over all ranks, on the CPU. Collective."""
     largest = times.to(device, copy=True)
     _untyped.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.cpu()

@@ -1,6 +1,4 @@
-"""One rank of a pool: a process that joins the group once and then runs one test body after the
-other.
-"""
+"""One rank of a pool: joins the group once, and then runs one test body after the other."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def serve(
     output: Connection,
     environment: dict[str, str],
 ) -> None:
-    """Be rank ``rank`` of group ``name`` in the store at ``port``, until the other end of ``pipe``
-    closes.
+    """Be rank ``rank`` of group ``name`` in the store at ``port`` until ``pipe`` closes.
 
     The process gets a session of its own, prints into the file of ``output``, and has
     ``environment`` instead of that of the fork server, with which it ends. SIGTERM prints the
@@ -91,9 +88,7 @@ def _end_with_server() -> None:
 
 
 def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:
-    """Hand on jobs as they come. When the test process has gone, a body may be stuck for ever:
-    leave without it.
-    """
+    """Hand on jobs as they come. A body may be stuck for ever when the test process has gone."""
     try:
         while True:
             jobs.put(pickle.loads(pipe.recv_bytes()))
@@ -102,9 +97,7 @@ def _listen(pipe: Connection, jobs: SimpleQueue[Job]) -> None:
 
 
 def perform(job: Job, ranks: Ranks) -> Outcome:
-    """Run one body. Random numbers start from the rank, so that a test does not depend on those
-    before it.
-    """
+    """Run one body. Random numbers start from the rank, whatever ran before."""
     try:
         sys.path[:] = job.sys_path
         body = find_body(job.module, job.path, job.qualname, job.code)

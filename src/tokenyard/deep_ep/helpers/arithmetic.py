@@ -1,4 +1,4 @@
-"""Sizes, FP8 casts and comparisons: DeepEP's ``deep_ep.utils.math``."""
+"""Sizes, FP8 casts, comparisons, router scores: DeepEP's ``deep_ep.utils.math`` and ``gate``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenyard.formats import FORMATS
+from tokenyard.errors import NotSupported
+from tokenyard.formats import FORMATS, dequantize
 from tokenyard.types import Quantize
 
 _FP8 = FORMATS[Quantize.FP8]
 _GROUP, _LARGEST, _LEAST = _FP8.block, _FP8.largest, _FP8.smallest
+_STEPS, _MOST = 20, 100.0
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -47,18 +49,11 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     """BF16 ``[T, H]`` from FP8 and its scales: float32, or int32 with four exponents each."""
-    scales = x_scales
-    if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8).to(torch.int32)
-        scales = (exponents << 23).view(torch.float32)
-    wide = scales.repeat_interleave(_GROUP, 1)[:, : x_fp8.shape[1]]
-    return (x_fp8.float() * wide).to(torch.bfloat16)
+    return dequantize(x_fp8, x_scales, torch.bfloat16)
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Let each row of ``x`` hold its distinct values from 0 to ``num_slots - 1``, the largest
-    first, then -1.
-    """
+    """Let each row of ``x`` hold its values from 0 to ``num_slots - 1`` once, falling, then -1."""
     known = torch.where(x < 0, num_slots, x)
     found = torch.zeros(len(x), num_slots + 1, dtype=torch.bool, device=x.device)
     found.scatter_(1, known, True)
@@ -99,3 +94,35 @@ def count_bytes(*tensors: Any) -> int:
         for each in tensors
         if each is not None
     )
+
+
+def get_scores_by_factor(
+    num_tokens: int, num_experts: int, num_ranks: int, factor: float
+) -> Tensor:
+    """float32 ``[T, E]``: uniform up to 1, up to ``factor`` for the experts of rank 0."""
+    scores = torch.rand(num_tokens, num_experts, dtype=torch.float32)
+    scores[:, : num_experts // num_ranks] *= factor
+    return scores
+
+
+def get_unbalanced_scores(
+    num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool
+) -> Tensor:
+    """float32 ``[T, E]`` by whose top ``num_topk`` about ``ratio`` times as many tokens go to rank
+    0 as to another rank on average. NotSupported: ``precise``.
+    """
+    if precise:
+        raise NotSupported(
+            "get_unbalanced_scores(precise=True): pass False, which comes near the ratio"
+        )
+    low, high = 1.0, 1.0 if ratio == 1.0 else _MOST
+    for _ in range(_STEPS if low < high else 0):
+        middle = (low + high) / 2
+        scores = get_scores_by_factor(num_tokens, num_experts, num_ranks, middle)
+        ranks = scores.topk(num_topk, dim=1).indices // (num_experts // num_ranks)
+        tokens = [float((ranks == rank).any(1).sum()) for rank in range(num_ranks)]
+        if tokens[0] > ratio * sum(tokens[1:]) / max(1, num_ranks - 1):
+            high = middle
+        else:
+            low = middle
+    return get_scores_by_factor(num_tokens, num_experts, num_ranks, low)

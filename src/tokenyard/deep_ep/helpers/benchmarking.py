@@ -34,9 +34,7 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Mean, least and most seconds of a call, without the first measured one: by CUDA events, on
-    the CPU by its clock.
-    """
+    """Mean, least and most seconds, by CUDA events or the clock, without the first call."""
     for _ in range(num_warmups):
         fn()
     stamps: list[tuple[Any, Any]] = []
@@ -57,7 +55,6 @@ def bench(
 
 
 def _stamp() -> Any:
-    """Now, in the current stream if there is one."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -91,15 +88,10 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Mean seconds of the kernels whose names contain ``kernel_names``, by the profiler.
-
-    Returns:
-        One number, or one per name. With several kernels per call of a name, a list of numbers in
-            its place.
-
-    Raises:
-        NotSupported: there is no GPU, or no such kernel ran (names of DeepEP's C++ are not those
-            of the kernels here).
+    """Mean seconds of the kernels whose names contain ``kernel_names``, by the profiler: one
+    number, or one per name; with several kernels per call of a name, a list of numbers in its
+    place. NotSupported: there is no GPU, or no such kernel ran (names of DeepEP's C++ are not those
+    here).
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     if not torch.cuda.is_available():

@@ -19,7 +19,6 @@ _PORT = "8361"
 _NIC = "mlx5_0"
 CARDS = Path("/sys/class/infiniband")
 """Where Linux tells of network cards with remote memory access."""
-_FAST_ATOMICS = ("MT4131",)
 _state = {"local rank": 0, "local": 0, "global": 0}
 
 
@@ -80,15 +79,11 @@ def init_dist(
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Nothing: no engine here needs NVLink, so no pair of GPUs is refused. ``tokenyard doctor``
-    tells which reach each other.
-    """
+    """Nothing: no engine needs NVLink. ``tokenyard doctor`` tells which GPUs reach each other."""
 
 
 def check_torch_deterministic() -> None:
-    """Nothing: results are filled and written in one stream, so deterministic algorithms with
-    ``fill_uninitialized_memory``, which DeepEP refuses, do no harm.
-    """
+    """Nothing: ``fill_uninitialized_memory``, which DeepEP refuses, does no harm in one stream."""
 
 
 def get_sm_read_gbs() -> float:
@@ -122,7 +117,7 @@ def _nic(name: str, fact: str) -> str:
 
 def check_fast_rdma_atomic_support(nic_name: str = "") -> bool:
     """Whether a network card (default: ``EP_NIC_NAME``) is of the kind with fast remote atomics."""
-    return _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "hca_type") in _FAST_ATOMICS
+    return _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "hca_type") == "MT4131"
 
 
 def get_rdma_gbs(nic_name: str = "") -> float:

@@ -55,9 +55,7 @@ def dispatch(
 def generate_pre_combine_data(
     src_token_global_idx: Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
 ) -> Tensor:
-    """BF16 ``[N, K, H]`` that any rank can work out for any token: what the expert of each pick
-    makes of it.
-    """
+    """BF16 ``[N, K, H]``: what experts make of picks, as any rank can work out for any token."""
     device = src_token_global_idx.device
     picks = src_token_global_idx.long()[:, None] * num_topk + torch.arange(num_topk, device=device)
     channels = torch.arange(hidden, device=device) * 30011 + get_global_seed()

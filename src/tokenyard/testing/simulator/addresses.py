@@ -40,11 +40,7 @@ class Zone(NamedTuple):
 
 
 class AddressBook:
-    """Registered buffers and names.
-
-    Args:
-        strict: whether programs may touch registered memory only.
-    """
+    """Registered buffers and names. ``strict``: programs may touch registered memory only."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
@@ -118,7 +114,6 @@ class AddressBook:
         return place
 
     def zone(self, address: int) -> Zone | None:
-        """The zone that an address lies in."""
         at = bisect_right(self._lows, address) - 1
         return self._zones[at] if at >= 0 and address < self._zones[at].high else None
 
@@ -133,11 +128,8 @@ class AddressBook:
         return found
 
     def check(self, rank: int, addresses: Addresses, size: int) -> None:
-        """Raise unless a program of ``rank`` may touch elements of ``size`` bytes at all of these
-        addresses.
-
-        Raises:
-            AddressError: it may not; the message lacks who it was.
+        """Raise AddressError, which lacks who it was, unless a program of ``rank`` may touch
+        elements of ``size`` bytes at all of these addresses.
         """
         if addresses.size == 1:  # quicker
             low = bits = int(addresses[0])

@@ -1,8 +1,6 @@
 # pyright: basic
 # (Triton's interpreter has no types)
-"""Where the interpreter meets the simulator: memory operations, barriers and the clock of kernels,
-while a simulation runs.
-"""
+"""Where the interpreter meets the simulator: kernels' memory operations, barriers and clock."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 @contextmanager
 def installed(machine: Machine, network: Network) -> Iterator[None]:
-    """Send what kernels do to ``machine``, and what they ask of NVSHMEM (``kernels/two_net.py``)
-    to ``network``.
-    """
+    """Send what kernels do to ``machine``, and what they ask of NVSHMEM to ``network``."""
     changes: list[tuple[Any, str, Any]] = [
         (interpreter.Builder, name, method) for name, method in _Hooks(machine).methods().items()
     ]
@@ -53,7 +49,6 @@ def installed(machine: Machine, network: Network) -> Iterator[None]:
 
 
 def place(p: Program) -> None:
-    """Tell the interpreter which program goes on."""
     builder = upstream.interpreter_builder
     builder.grid_dim, builder.grid_idx = p.launch.grid, p.index
 
@@ -166,9 +161,7 @@ class _Hooks:
         return self._machine.atomic(addresses, size, act, order)
 
     def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
-        """What was read, marked for :meth:`_comparing` if the program is to say what it
-        waits for.
-        """
+        """What was read, marked for :meth:`_comparing` if the program is to say what it awaits."""
         p = self._machine.caller
         if p.takes_notes and addresses.size:
             where = addresses.tolist()

@@ -1,7 +1,5 @@
-"""Host code of the ranks: threads of which one runs at a time, and only when the scheduler says so.
-
-Threads and not greenlets, because torch keeps state per thread (gradients on or off, the backward
-pass that runs).
+"""Host code of the ranks: threads (torch keeps state per thread), of which one runs at a time, and
+only when the scheduler says so.
 """
 
 from __future__ import annotations
@@ -12,18 +10,13 @@ from typing import Any
 
 
 class Ended(BaseException):
-    """Raised in host code whose simulation is over. Not an error of the code: it passes ``except
-    Exception``.
-    """
+    """Raised in host code whose simulation is over. No error: it passes ``except Exception``."""
 
 
 class Host:
-    """One rank's host code as a coroutine.
-
-    Attributes:
-        ready: what it waits for, None if it can go on.
-        deadline: when it stops waiting (simulated ns), None: never.
-        polls: it waits for anything to happen, by a loop of its own.
+    """One rank's host code as a coroutine, which waits until ``ready()`` (None: it can go on) or
+    the ``deadline`` (simulated ns; None: for ever); ``polls``: for anything to happen, by its own
+    loop.
     """
 
     def __init__(self, rank: int, body: Callable[[], Any], speed: float) -> None:
@@ -72,7 +65,6 @@ class Host:
             self._thread.join()
 
     def is_current(self) -> bool:
-        """Whether the caller is this host's thread."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:

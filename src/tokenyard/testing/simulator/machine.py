@@ -1,6 +1,4 @@
-"""What all parts of a simulation work on: the clock, memory, programs and hosts; what programs do
-to memory, and how they take turns.
-"""
+"""What all parts of a simulation work on, and what programs do to it, and how they take turns."""
 
 from __future__ import annotations
 
@@ -18,6 +16,9 @@ from tokenyard.testing.simulator.pages import Addresses, Index, Values, gather, 
 from tokenyard.testing.simulator.program import Alarms, Launch, Program
 from tokenyard.testing.simulator.simulation_errors import AddressError, Livelock, Race
 from tokenyard.testing.simulator.weak import Lanes, WeakMemory
+
+_TICK_NS = 10
+"""How far the clock goes per operation of a program."""
 
 
 class Hardware(NamedTuple):
@@ -38,7 +39,6 @@ class Hardware(NamedTuple):
 
     @classmethod
     def draw(cls, rng: Random) -> Hardware:
-        """One kind of machine."""
         return cls(
             switch=rng.choice((0.1, 0.3, 0.6, 0.9)),
             early=rng.choice((0.0, 0.02, 0.1, 0.3)),
@@ -64,7 +64,6 @@ class Machine:
         resident: int | None = None,
         strict: bool = False,
         kill: dict[int, int] | None = None,
-        tick_ns: int = 10,
         max_steps: int = 20_000_000,
         **hardware: Any,
     ) -> None:
@@ -85,7 +84,7 @@ class Machine:
         self.world_size, self.seed, self.resident = world_size, seed, resident
         for rank in kill or ():
             self.check_rank(rank, "kill")
-        self.timeouts, self._tick_ns, self._max_steps = timeouts, tick_ns, max_steps
+        self.timeouts, self._max_steps = timeouts, max_steps
         self.rng = Random(seed)
         self.hardware = Hardware.draw(self.rng)._replace(**hardware)
         self.speeds = [self.hardware.speed(self.rng, "rank") for _ in range(world_size)]
@@ -122,7 +121,6 @@ class Machine:
         return sum([count() for count in self.counters], self.memory.now + self._events)
 
     def happened(self) -> None:
-        """Something happened that somebody could wait for."""
         self._events += 1
 
     @property
@@ -131,13 +129,11 @@ class Machine:
         return any(each and self.steps >= each[0][0] for each in (self.kills, self.freezes))
 
     def wake(self, p: Program) -> None:
-        """End a program's sleep."""
         p.asleep = False
         self.alarms.forget(p)
         self.frozen.get(p.rank, self.ready).append(p)
 
     def wake_all(self) -> None:
-        """End all sleeps."""
         for p in self.live.values():
             if p.asleep:
                 self.wake(p)
@@ -147,20 +143,16 @@ class Machine:
 
     @property
     def caller(self) -> Program:
-        """The program that runs."""
         assert self.running is not None
         return self.running
 
     def read_clock(self) -> int:
-        """The clock, read by a kernel."""
         self.caller.reads_clock = True
         self.now_ns += 1
         return self.now_ns
 
     def compares_clock(self, distance: int) -> None:
-        """A kernel compares the clock with a time that is so many ns away: it will wake up by
-        itself then.
-        """
+        """A kernel compares the clock with a time so many ns away, at which it will wake up."""
         self.caller.deadline = self.now_ns + distance
 
     def barrier(self) -> None:
@@ -175,10 +167,9 @@ class Machine:
         """A plain store to lanes of a tensor of this shape; ``taking``: which of its flat elements
         take part.
 
-        Raises:
-            Race: the program has read one of them since its last barrier. Several threads load the
-                same lane of a small tensor; of one with at least as many lanes as the program has
-                threads, each may store to exactly what it has loaded.
+        Race: the program has read one of them since its last barrier. Several threads load the
+        same lane of a small tensor; of one with as many lanes as threads, each may store to
+        exactly what it has loaded.
         """
         size = values.itemsize
         p = self._step(addresses, size)
@@ -240,11 +231,8 @@ class Machine:
         return p
 
     def check_late_reads(self, p: Program) -> None:
-        """At a barrier or the end of a program.
-
-        Raises:
-            Race: something that it read before an earlier release, without a barrier in between,
-                was overwritten after it.
+        """At a barrier or the end of a program. Race: something that it read before an earlier
+        release, without a barrier in between, was overwritten after it.
         """
         found = self.memory.overwritten(p) if p.exposed else None
         if found is not None:
@@ -271,9 +259,10 @@ class Machine:
 
     def _pass_time(self, p: Program) -> None:
         self.steps += 1
-        self.now_ns += self._tick_ns
+        self.now_ns += _TICK_NS
         if self.rng.random() < self.hardware.switch or self.kill_is_due:
-            self.give_way(p)
+            self.ready.append(p)  # somebody else goes on, or the same program again
+            self.hub.switch()
         if self.steps > self._max_steps:
             raise Livelock(f"more than max_steps ({self._max_steps}) operations (seed {self.seed})")
 
@@ -298,11 +287,6 @@ class Machine:
         if seen is False:
             self.happened()
         return seen is True
-
-    def give_way(self, p: Program) -> None:
-        """Let somebody else go on, or the same program again."""
-        self.ready.append(p)
-        self.hub.switch()
 
     def sleep(self, p: Program) -> None:
         """Let others go on until something has changed that ``p`` has read."""

@@ -1,11 +1,9 @@
-"""The network between nodes as NVSHMEM's device calls use it: puts take their time, and arrive in
-any order.
+"""The network between nodes as NVSHMEM's device calls use it, which it replaces (``two_net.py``).
 
-What kernels call (``kernels/two_net.py``) is replaced while a simulation runs. A put with a signal
-is a message: its bytes are read from the source, and reach the destination, part by part at any
-later time; when all are there the signal is added. Messages overtake each other, unless a fence
-stood between them: it orders what its program, and kernels of its rank that are over, have sent to
-a rank before what the program sends there afterwards.
+A put with a signal is a message: its bytes are read from the source and reach the destination part
+by part at any later time; when all are there the signal is added. Messages overtake each other,
+unless a fence stood between them: it orders what its program, and kernels of its rank that are
+over, have sent to a rank before what the program sends there afterwards.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ _UNIT = 8
 
 @dataclass(eq=False)
 class Message:
-    """A put on its way. ``parts``: bytes (begin, end) that have not arrived; ``behind``: what must
-    be there before.
-    """
+    """A put. ``parts``: bytes (begin, end) on their way; ``behind``: what must be there before."""
 
     sender: Program
     to: int
@@ -93,7 +89,6 @@ class Network:
         self.on_way.append(Message(p, to, source, where, flag, value, operation, parts, behind))
 
     def fence(self) -> None:
-        """``nvshmem_fence``."""
         p = self._machine.network_call()
         running = self._machine.streams[p.rank][0]
         self._fences[p.serial] = [

@@ -1,9 +1,7 @@
-"""Sparse byte maps over addresses: some bytes with their values, in pages. Everything pending or
-past is kept in these.
+"""Sparse byte maps over addresses, in pages: everything pending or past is kept in these.
 
 Lanes are elements of one access: an array of addresses, each a multiple of the element's size.
-:func:`spans` splits them by page once per access; all maps are then read and written through the
-result.
+:func:`spans` splits them by page once per access, for all maps.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ def is_run(addresses: Addresses, size: int) -> bool:
 
 
 def gather(addresses: Addresses, size: int) -> Values:
-    """What real memory holds."""
     kind: Any = UNSIGNED[size]
     if addresses.size == 1 or is_run(addresses, size):
         return raw(int(addresses[0]), addresses.size, kind).copy()
@@ -153,9 +150,7 @@ class ByteMap(dict[int, Page]):
                 mine.have &= ~page.have
 
     def split(self, keep: Callable[[int], Bytes]) -> ByteMap:
-        """Take away what lies outside ``keep(page)`` (0xFF for bytes that stay). Pages of which
-        nothing is known are dropped.
-        """
+        """Take away what is outside ``keep(page)`` (0xFF: bytes that stay), and empty pages."""
         away = ByteMap()
         for number, page in list(self.items()):
             stays = page.have & keep(number)

@@ -23,9 +23,7 @@ _WORD = 8
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel on one rank's stream: ``call()`` runs one of its ``grid`` programs, of ``threads``
-    threads each.
-    """
+    """A kernel on a rank's stream: ``call()`` runs a program of ``threads`` threads of ``grid``."""
 
     rank: int
     name: str
@@ -39,7 +37,6 @@ class Launch:
 
     @property
     def size(self) -> int:
-        """Number of programs."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
 
@@ -103,9 +100,7 @@ class Program(Pending):
         self.notes = self.tried = False
 
     def observe(self, addresses: Addresses, size: int, value: bytes) -> bool | None:
-        """Note a read. True: the program has come round to it and nothing it read has changed.
-        None: nothing new either.
-        """
+        """Note a read. True: the program has come round to it, all unchanged. None: nothing new."""
         key = (int(addresses[0]), int(addresses[-1]), addresses.size, size)
         old = self.seen.get(key)
         if old is None or old != value:
@@ -132,10 +127,8 @@ class Program(Pending):
 
 
 class Alarms:
-    """Places in memory, each with the programs that sleep until it is written.
-
-    Args:
-        wake: called for a program that is to wake; it calls :meth:`forget`.
+    """Places in memory, each with the programs that sleep until it is written. ``wake`` is called
+    for a program that is to wake; it calls :meth:`forget`.
     """
 
     def __init__(self, wake: Callable[[Program], None]) -> None:

@@ -1,6 +1,4 @@
-"""Ranks with host code: :func:`simulate` runs one function per rank, as ``@distributed_test`` does,
-in one process.
-"""
+"""Ranks with host code: :func:`simulate` runs one function per rank, in one process."""
 
 from __future__ import annotations
 
@@ -52,13 +50,8 @@ class World:
 
 
 class SimulatedRank:
-    """What the body of a simulation gets.
-
-    Attributes:
-        rank, world_size, device: this rank's place.
-        memory: its :class:`SimulatedMemory`.
-        store: seen by all ranks.
-        sim: the simulator.
+    """What the body of a simulation gets: ``rank``, ``world_size`` and ``device``; its ``memory``;
+    the ``store`` of all ranks; the simulator ``sim``.
     """
 
     def __init__(self, world: World, rank: int) -> None:
@@ -74,13 +67,13 @@ class SimulatedRank:
             current_host(self.sim).pause("goes on")
 
     def yield_(self) -> None:
-        """Let others go on until anything has happened. For loops that wait for something by asking
-        again and again.
-        """
+        """Let others go on until anything has happened. For loops that ask again and again."""
         before = self.sim.version
         current_host(self.sim).pause("polls", lambda: self.sim.version != before, polls=True)
 
-    def wait_until(self, ready: Callable[[], bool], timeout: float, what: str) -> bool:
+    def wait_until(
+        self, ready: Callable[[], bool], timeout: float, what: str = "waits in wait_until()"
+    ) -> bool:
         """Let others run until ``ready()``; False after ``timeout`` simulated seconds."""
         current_host(self.sim).pause(what, ready, self.sim.now_ns + int(timeout * _NANOSECONDS))
         return ready()
@@ -91,14 +84,12 @@ class SimulatedMemory:
     :class:`SymmetricMemory`.
 
     Args:
-        here: the rank.
-        timeout: seconds on the simulated clock that ranks wait for each other in :meth:`allocate`.
+        timeout: simulated seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: programs that a kernel of this rank may have.
         members: the ranks that there are (default: all).
 
     Attributes:
-        ranks_per_node: if not 0, only ranks of a node map each other's memory; others reach it by
-            NVSHMEM's calls.
+        ranks_per_node: if not 0, ranks of a node map each other's memory, others use NVSHMEM.
         maps_all: they map that of all ranks besides, as NVSHMEM does inside a host.
     """
 
@@ -114,14 +105,14 @@ class SimulatedMemory:
         self.num_sms = num_sms
         self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
         self._here, self._sim, self._timeout = here, here.sim, timeout
+        self.wait_until = here.wait_until
         here.memories += 1
         self._number = here.memories
         self._regions: list[int] = []
         self._allocated = 0
 
     def allocate(self, num_bytes: int) -> Region:
-        """Collective: a zeroed region on every rank, with zones around it that no program may
-        touch.
+        """Collective: a zeroed region on every rank, between zones that no program may touch.
 
         Raises:
             PeerTimeout: a rank did not come.
@@ -178,11 +169,7 @@ class SimulatedMemory:
         max_registers: int | None = None,
         **constants: Any,
     ) -> Callable[..., None]:
-        """``kernel``, to be queued with integers.
-
-        Raises:
-            ValueError: more programs than the simulation's ``resident``.
-        """
+        """``kernel``, to be queued with integers. ValueError: more programs than ``resident``."""
         del max_registers
         resident = self._sim.resident
         if resident is not None and grid > resident:
@@ -200,18 +187,8 @@ class SimulatedMemory:
     def gate(self) -> None:
         """Nothing: launching never blocks here."""
 
-    def wait_until(
-        self, ready: Callable[[], bool], timeout: float, what: str = "waits in wait_until()"
-    ) -> bool:
-        """Let others run until ``ready()``; False after ``timeout`` seconds of the
-        simulated clock.
-        """
-        return self._here.wait_until(ready, timeout, what)
-
     def settle(self) -> None:
-        """Wait until all launches of this rank have run. All that they have stored is then seen by
-        everybody.
-        """
+        """Wait until all launches of this rank have run. Everybody then sees what they stored."""
         queue = self._sim.streams[self.rank]
         current_host(self._sim).pause("waits for its stream in settle()", lambda: not queue)
         self._sim.memory.publish(self.rank)
@@ -229,21 +206,15 @@ class SimulatedMemory:
 
 
 class SimulatedGroup:
-    """See :class:`tokenyard.memory.symmetric.MemoryGroup`.
-
-    Args:
-        here: the rank, inside its own body.
-    """
+    """See :class:`tokenyard.memory.symmetric.MemoryGroup`. ``here``: the rank, in its own body."""
 
     def __init__(self, here: SimulatedRank) -> None:
         self._here = here
 
     def rank(self) -> int:
-        """This rank."""
         return self._here.rank
 
     def size(self) -> int:
-        """Number of ranks."""
         return self._here.world_size
 
     def open_store(self) -> dist.Store:
@@ -256,7 +227,6 @@ class SimulatedGroup:
 
 
 def current_host(sim: Simulator) -> Host:
-    """The host whose code calls this."""
     for host in sim.hosts:
         if host.is_current():
             return host
@@ -267,14 +237,8 @@ def simulate(
     world_size: int, body: Callable[[SimulatedRank], _T], *, seed: int = 0, **options: Any
 ) -> list[_T | None]:
     """Run ``body(ranks)`` for every rank, and all that it launches, in the order that ``seed``
-    decides.
-
-    ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None of a rank
-    that was killed.
-
-    Raises:
-        RanksFailed: bodies raised; the first exception is the cause. ProgramError, Deadlock,
-            Livelock, AddressError: of kernels.
+    decides. ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None
+    of a rank that was killed. Raises as :meth:`Simulator.run` does.
     """
     sim = Simulator(world_size, seed=seed, **options)
     world = World(sim)

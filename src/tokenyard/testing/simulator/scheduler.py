@@ -40,7 +40,6 @@ class Simulator(Machine):
         resident: programs of a rank that may run at once; None: any number.
         strict: programs may touch registered memory only.
         kill: rank -> step at which it stops for ever.
-        tick_ns: how far the clock goes per operation of a program.
         max_steps: operations of programs after which the simulation is given up.
         hardware: fields of :class:`Hardware` that are not to be drawn.
 
@@ -74,11 +73,7 @@ class Simulator(Machine):
     # What there is
 
     def allocate(self, size: int, name: str = "region") -> NDArray[np.uint8]:
-        """Zeroed bytes that programs of all ranks may touch, between zones that nobody may.
-
-        Raises:
-            ValueError: ``size`` is less than 1.
-        """
+        """Zeroed bytes that programs of all ranks may touch, between zones that nobody may."""
         if size < 1:
             raise ValueError(f"size ({size}) must be at least 1: give the number of bytes")
         whole = np.zeros(size + 3 * GUARD, np.uint8)
@@ -90,12 +85,9 @@ class Simulator(Machine):
     def register(
         self, buffer: Any, rank: int | None = None, name: str = "buffer", shared: bool = False
     ) -> int:
-        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor, from
-        its lowest element to its highest, and keep it. The address of its first element. Parts of
-        it may be registered again, for further ranks too.
-
-        Raises:
-            ValueError: there is no such rank.
+        """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor and
+        what lies between its elements, and keep it; parts again for further ranks. The address of
+        its first element.
         """
         if rank is not None:
             self.check_rank(rank, "register()")
@@ -110,21 +102,12 @@ class Simulator(Machine):
         self.addresses.name(address, size, name)
 
     def launch(
-        self,
-        rank: int,
-        kernel: Any,
-        grid: Grid,
-        *args: int,
-        num_warps: int = 4,
-        **constants: Any,
+        self, rank: int, kernel: Any, grid: Grid, *args: int, num_warps: int = 4, **constants: Any
     ) -> None:
         """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps``
         threads of a ``@triton.jit`` function behind the rank's earlier launches. Constants with
-        defaults may be left out.
-
-        Raises:
-            ValueError: no such rank, no such grid, ``num_warps`` is no power of two, or arguments
-                do not fit the kernel.
+        defaults may be left out. ValueError: something does not fit the kernel, the ranks or
+        Triton.
         """
         self.check_rank(rank, "launch()")
         if num_warps < 1 or num_warps & (num_warps - 1):
@@ -140,20 +123,12 @@ class Simulator(Machine):
                 self._start_programs(launch)
 
     def kill(self, rank: int, at_step: int) -> None:
-        """Let a rank's programs and host code stop for ever at that step.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Let a rank's programs and host code stop for ever at that step."""
         self.check_rank(rank, "kill()")
         self.kills = sorted([*self.kills, (at_step, rank)])
 
     def freeze(self, rank: int, at_step: int) -> None:
-        """Let a rank's programs and host code stop at that step, until :meth:`thaw`.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Let a rank's programs and host code stop at that step, until :meth:`thaw`."""
         self.check_rank(rank, "freeze()")
         self.freezes = sorted([*self.freezes, (at_step, rank)])
 
@@ -300,9 +275,7 @@ class Simulator(Machine):
             self.memory.forget_past()
 
     def _finish(self, launch: Launch) -> None:
-        """The end of a kernel publishes its stores to later kernels of its rank; to other ranks
-        only where they look anyway.
-        """
+        """Publish a kernel's stores to later ones of its rank; to others where they look."""
         exposed = [p for p in launch.left_behind if p.exposed]
         for p in launch.left_behind:
             self.memory.bundle(p, p.give_away())
@@ -347,11 +320,7 @@ class Simulator(Machine):
 
 
 def _grid_of(grid: Grid) -> tuple[int, int, int]:
-    """A grid of one to three dimensions as three.
-
-    Raises:
-        ValueError: there are more or none, or one is negative.
-    """
+    """A grid of one to three dimensions as three. ValueError: more or none, or one is negative."""
     dims = [int(grid)] if isinstance(grid, int | np.integer) else [int(dim) for dim in grid]
     if not 1 <= len(dims) <= 3:
         raise ValueError(

@@ -8,9 +8,7 @@ class SimulationError(RuntimeError):
 
 
 class Deadlock(SimulationError):
-    """Everybody waits, and nothing that could happen would wake anyone; the message lists every
-    waiter.
-    """
+    """Everybody waits, and nothing would wake anyone; the message lists every waiter."""
 
 
 class Livelock(SimulationError):
@@ -22,9 +20,7 @@ class AddressError(SimulationError):
 
 
 class Race(SimulationError):
-    """A program told others that it has read something while some of its threads may not have read
-    it yet.
-    """
+    """A program says that it has read something; some of its threads may still have to."""
 
 
 class ProgramError(SimulationError):
@@ -32,11 +28,7 @@ class ProgramError(SimulationError):
 
 
 class RanksFailed(SimulationError):
-    """Host code of some ranks raised.
-
-    Attributes:
-        errors: by rank, in the order in which they were raised.
-    """
+    """Host code raised. ``errors``: by rank, in the order in which they were raised."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)

@@ -28,11 +28,8 @@ class Standstill:
         self._version, self._tries = -1, 0
 
     def resolve(self) -> None:
-        """Wake somebody.
-
-        Raises:
-            Deadlock: there is no way, or a timeout would be the only one and is not to be.
-            RanksFailed: the same, after host code of other ranks has raised.
+        """Wake somebody. RanksFailed, or Deadlock if no host code has raised: there is no way, or
+        but by a timeout that is not to be.
         """
         self._tries = self._tries + 1 if self._version == self._machine.version else 0
         if self._tries == 0:
@@ -102,11 +99,7 @@ class Standstill:
 
 
 def raise_errors(machine: Machine, more: str = "") -> None:
-    """Raise if host code has raised. ``more`` is said after that.
-
-    Raises:
-        RanksFailed: it has; the first error is the cause.
-    """
+    """Raise RanksFailed if host code raised, from the first error. ``more`` is said after it."""
     errors = machine.errors
     parts = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
     if errors:

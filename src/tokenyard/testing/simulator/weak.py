@@ -50,9 +50,7 @@ class Lanes(NamedTuple):
     addresses: Addresses
 
     def is_same(self, other: Lanes) -> bool:
-        """Whether each thread touches the places that it touches in ``other``, and no other thread
-        does.
-        """
+        """Whether each thread touches what it touches in ``other``, and no other thread does."""
         return (
             self.shape == other.shape
             and np.array_equal(self.addresses, other.addresses)
@@ -110,9 +108,7 @@ class Pending:
 
 
 class Record(NamedTuple):
-    """A write to a page: bytes ``have`` from ``low`` on were ``old``; ``since``: when the writer's
-    rank could see it.
-    """
+    """A write: bytes from ``low`` of a page were ``old``; its rank could see it ``since``."""
 
     number: int
     since: int
@@ -123,7 +119,6 @@ class Record(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """Of the page."""
         return slice(self.low, self.low + self.have.size)
 
 
@@ -136,10 +131,8 @@ class Bundle(NamedTuple):
 
 
 class WeakMemory:
-    """All ranks' memory. ``written(where)`` is called after every write to real memory.
-
-    Args:
-        stale: how likely a plain load looks into the past.
+    """All ranks' memory. ``written(where)`` is called after every write to real memory; ``stale``:
+    how likely a plain load looks into the past.
     """
 
     def __init__(
@@ -155,14 +148,11 @@ class WeakMemory:
     # What programs do
 
     def store(self, p: Pending, addresses: Addresses, where: list[Span], values: Values) -> None:
-        """A plain store."""
         p.fresh.put(where, values)
         p.fresh.log.append((addresses, values.itemsize))
 
     def barrier(self, p: Pending) -> None:
-        """All threads of the program meet: one may release for all, and all see what one has
-        acquired.
-        """
+        """All threads meet: one may release for all, and all see what one has acquired."""
         p.fenced.absorb(p.fresh)
         p.view, p.rank_view = max(p.view, p.acquired), max(p.rank_view, p.rank_acquired)
         p.reads.clear()
@@ -195,9 +185,7 @@ class WeakMemory:
     def load(
         self, p: Pending, where: list[Span], values: Values, lanes: Lanes | None = None
     ) -> bool:
-        """Turn what real memory holds into what ``p`` loads. True if a newer value exists.
-        ``lanes``: see :class:`Read`.
-        """
+        """Turn what real memory holds into what ``p`` loads. True if a newer value exists."""
         if len(p.reads) < _MOST_READS:
             p.reads.append(Read(where, values.itemsize, lanes))
         looks_back = self.now > p.view and self._rng.random() < self._stale
@@ -239,9 +227,7 @@ class WeakMemory:
         )
 
     def overwritten(self, p: Pending) -> tuple[int, Pending] | None:
-        """A place that ``p`` read without a barrier before a release, and that another program has
-        written since, and which.
-        """
+        """A place that ``p`` read without a barrier before a release, and who wrote it since."""
         for number, (where, size, _) in p.exposed:
             for span in where:
                 for record in reversed(self._past.get(span.page, ())):
@@ -317,7 +303,6 @@ class WeakMemory:
                 self.write(bundle.stores, bundle.writer, bundle.number)
 
     def publish_one(self, rank: int) -> None:
-        """The oldest bundle of a rank becomes visible to all."""
         oldest = [bundle.number for bundle in self._bundles[rank][:1]]
         self.publish(rank, lambda bundle: bundle.number in oldest)
 
