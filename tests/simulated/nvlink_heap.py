@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 import tokenyard as ty
@@ -17,6 +18,7 @@ from nvlink_ranks import MOST_STEPS, RankRun, known
 from tokenyard.engines.signatures import Signature
 from tokenyard.errors import PeerError
 from tokenyard.kernels.sync import IN_HEAPS
+from tokenyard.kernels.two_dispatch import two_dispatch_kernel
 from tokenyard.testing import ROUTINGS, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 
@@ -170,3 +172,37 @@ def check_lie(seed: int, further: int | None, part: str = "heap") -> list[str]:
 
     simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
     return said
+
+
+def check_short_of_memory(seed: int) -> None:
+    """Rank 1 cannot make its cached dispatch, which all launch to heaps, and makes it again: it had
+    launched nothing, else peers took the second for another."""
+    scenario = rehearsal("told", seed)
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        case, again = known(scenario.rounds[0].case), known(scenario.rounds[0].cached)
+        recv = mine.dispatch(case)
+        for _ in scenario.rounds[1:]:
+            mine._guess_closely(recv)
+            recv = mine.dispatch(case)
+        cached, memory = Cached(mine.engine), mine.engine._memory
+        bind: Any = memory.bind
+
+        def fails_once(kernel: Any, *given: Any, **options: Any) -> Any:
+            if kernel is two_dispatch_kernel:
+                memory.bind = bind
+                raise RuntimeError("out of memory")
+            return bind(kernel, *given, **options)
+
+        if ranks.rank == 1:
+            memory.bind = fails_once
+            with pytest.raises(RuntimeError, match="out of memory"):
+                mine.redispatch(again, recv)
+        check_received(mine.redispatch(again, recv), again, ranks.rank)
+        cached.count()
+        assert cached.found == [1, 0]
+        mine.engine.close()
+
+    with poisoned():
+        simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)

@@ -142,24 +142,33 @@ class ResultHeap:
         launch_unpack(workspace, signature, target, route, result)
         return out
 
+    def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
+        """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
+        comes."""
+        assert self._heap is not None
+        return self._heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
+
     def rewrite(
-        self, payload: Payload, known: Known, signature: Signature, tag: int, num_rows: int
-    ) -> Payload | None:
+        self,
+        block: Tensor | None,
+        payload: Payload,
+        known: Known,
+        signature: Signature,
+        tag: int,
+        num_rows: int,
+    ) -> None:
         """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
-        one. Returns ``num_rows`` rows over this rank's; None: it has none."""
-        heap, workspace, out = self._heap, self._workspace, None
+        one; ``block`` is mine for ``num_rows``."""
+        heap, workspace = self._heap, self._workspace
         assert heap is not None
         awaited = 0 if num_rows else 1  # no row comes there
-        block = heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
         if block is not None:
-            out = Payload(self.rows_in(block, signature, num_rows), None)
             awaited = (block.data_ptr() - heap.begin) // _UNIT + 1
         target = self._target(0, awaited=awaited)
         workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
         launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
         self._monitor.meets()  # what goes through rings behind it
-        return out
 
     def _target(self, rows: int, *, metadata_at: int = 0, awaited: int = 0) -> Target:
         """All ranks' heaps; ``rows``: this rank's, if metadata is to be unpacked."""
