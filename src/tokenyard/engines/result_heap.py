@@ -40,7 +40,7 @@ LACKS_ROOM, LACKS_BLOCK = 1, 2
 
 class ResultHeap:
     """The heap of one object, of ``num_bytes``; 0: there is none. ``noted_at``: the place in
-    ``Plan.splits`` of whether a routing's fresh dispatch was in it."""
+    ``Plan.splits`` of what :meth:`note` keeps."""
 
     least = LEAST_BYTES
 
@@ -95,17 +95,18 @@ class ResultHeap:
         """The same on all ranks."""
         return signature.most_rows * signature.sent.payload_bytes >= self.least
 
-    def note(self, counts: Any, *, in_heap: bool) -> None:
-        """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the same on all
-        ranks."""
-        counts[self._noted_at] = in_heap
+    def note(self, counts: Any, signature: Signature, *, in_heap: bool) -> None:
+        """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the most that a
+        rank may get; 0: through rings. The same on all ranks."""
+        counts[self._noted_at] = signature.most_rows if in_heap else 0
 
     def was_in_heap(self, counts: Any, signature: Signature) -> bool:
         """Whether the fresh dispatch of the plan with ``counts`` wrote to heaps, and a cached one
-        of this signature may. The same on all ranks."""
+        of this signature may, whose rows are not too few bytes. The same on all ranks."""
         if self._heap is None or not self.holds(signature):
             return False
-        return bool(counts[self._noted_at])
+        rows = int(counts[self._noted_at])
+        return rows > 0 and rows * signature.sent.payload_bytes >= self.least
 
     def place(self, block: Tensor | None, signature: Signature) -> int:
         """What the plan tells of ``block``: see ``kernels/header_validation.py``."""

@@ -261,7 +261,7 @@ class RingEngine(PeerEngine):
             came, experts = sum(known[size : 2 * size].tolist()), known[len(known) - self._local :]
             num_rows = num_result_rows(signature.spec, self.config, experts.tolist(), came)
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
-        self._heap.note(known, in_heap=in_heap)
+        self._heap.note(known, signature, in_heap=in_heap)
         done = self._finish(*moved, known, signature)
         if self._heap.counts(signature):
             self.stats.count_result(in_heap)
