@@ -13,12 +13,14 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import PLAIN, Case, check_received
-from nvlink_cases import FLAT, Round, Scenario, draw, rehearsal
+from nvlink_cases import FLAT, Round, Scenario, draw, payload_of, rehearsal
 from nvlink_ranks import MOST_STEPS, RankRun, known
+from tokenyard.engines.base import CachedArguments
 from tokenyard.engines.signatures import Signature
-from tokenyard.errors import PeerError
+from tokenyard.errors import Mismatch, PeerError
 from tokenyard.kernels.sync import IN_HEAPS
 from tokenyard.kernels.two_dispatch import two_dispatch_kernel
+from tokenyard.rows import Payload
 from tokenyard.testing import ROUTINGS, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 
@@ -206,3 +208,29 @@ def check_short_of_memory(seed: int) -> None:
 
     with poisoned():
         simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+
+
+def check_two_handles(seed: int) -> list[str]:
+    """What ranks raise if rank 1 takes a handle of the same routing whose rows went through rings;
+    nobody has written to a result of before."""
+    scenario, said = rehearsal("told", seed), [""] * 2
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        case, again = known(scenario.rounds[0].case), known(scenario.rounds[0].cached)
+        first = recv = mine.dispatch(case)
+        for _ in scenario.rounds[1:]:
+            mine._guess_closely(recv)
+            recv = mine.dispatch(case)
+        kept, plan, spec = mine.redispatch(again, recv), recv.handle.plan, recv.handle.spec
+        twice = Payload(2 * payload_of(again, ranks.rank).x, None)
+        plan = first.handle.plan if ranks.rank else plan
+        with pytest.raises(Mismatch) as raised:
+            mine.call(mine.engine.redispatch, CachedArguments(twice, plan, spec))
+        said[ranks.rank] = str(raised.value)
+        mine.engine.close()
+        check_received(kept, again, ranks.rank)
+
+    with poisoned():
+        simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+    return said

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
 from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
-from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
@@ -168,6 +168,7 @@ class ResultHeap:
         target = self._target(0, awaited=awaited)
         workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
+        tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
         launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
         self._monitor.meets()  # what goes through rings behind it
 
