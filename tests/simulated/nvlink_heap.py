@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 import tokenyard as ty
 from cases import PLAIN, Case, check_received
-from nvlink_cases import FLAT, Round, Scenario, draw, rehearsal
+from nvlink_cases import FLAT, Round, Scenario, draw, payload_of, rehearsal
 from nvlink_ranks import MOST_STEPS, RankRun, known
+from tokenyard.engines.base import CachedArguments
 from tokenyard.engines.signatures import Signature
-from tokenyard.errors import PeerError
+from tokenyard.errors import Mismatch, PeerError
 from tokenyard.kernels.sync import IN_HEAPS
+from tokenyard.kernels.two_dispatch import two_dispatch_kernel
+from tokenyard.rows import Payload
 from tokenyard.testing import ROUTINGS, poisoned
 from tokenyard.testing.simulator import SimulatedRank, simulate
 
@@ -169,4 +173,64 @@ def check_lie(seed: int, further: int | None, part: str = "heap") -> list[str]:
         mine.engine.close()
 
     simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+    return said
+
+
+def check_short_of_memory(seed: int) -> None:
+    """Rank 1 cannot make its cached dispatch, which all launch to heaps, and makes it again: it had
+    launched nothing, else peers took the second for another."""
+    scenario = rehearsal("told", seed)
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        case, again = known(scenario.rounds[0].case), known(scenario.rounds[0].cached)
+        recv = mine.dispatch(case)
+        for _ in scenario.rounds[1:]:
+            mine._guess_closely(recv)
+            recv = mine.dispatch(case)
+        cached, memory = Cached(mine.engine), mine.engine._memory
+        bind: Any = memory.bind
+
+        def fails_once(kernel: Any, *given: Any, **options: Any) -> Any:
+            if kernel is two_dispatch_kernel:
+                memory.bind = bind
+                raise RuntimeError("out of memory")
+            return bind(kernel, *given, **options)
+
+        if ranks.rank == 1:
+            memory.bind = fails_once
+            with pytest.raises(RuntimeError, match="out of memory"):
+                mine.redispatch(again, recv)
+        check_received(mine.redispatch(again, recv), again, ranks.rank)
+        cached.count()
+        assert cached.found == [1, 0]
+        mine.engine.close()
+
+    with poisoned():
+        simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
+
+
+def check_two_handles(seed: int) -> list[str]:
+    """What ranks raise if rank 1 takes a handle of the same routing whose rows went through rings;
+    nobody has written to a result of before."""
+    scenario, said = rehearsal("told", seed), [""] * 2
+
+    def body(ranks: SimulatedRank) -> None:
+        mine = RankRun(ranks, scenario)
+        case, again = known(scenario.rounds[0].case), known(scenario.rounds[0].cached)
+        first = recv = mine.dispatch(case)
+        for _ in scenario.rounds[1:]:
+            mine._guess_closely(recv)
+            recv = mine.dispatch(case)
+        kept, plan, spec = mine.redispatch(again, recv), recv.handle.plan, recv.handle.spec
+        twice = Payload(2 * payload_of(again, ranks.rank).x, None)
+        plan = first.handle.plan if ranks.rank else plan
+        with pytest.raises(Mismatch) as raised:
+            mine.call(mine.engine.redispatch, CachedArguments(twice, plan, spec))
+        said[ranks.rank] = str(raised.value)
+        mine.engine.close()
+        check_received(kept, again, ranks.rank)
+
+    with poisoned():
+        simulate(2, body, seed=seed, max_steps=MOST_STEPS, strict=True)
     return said

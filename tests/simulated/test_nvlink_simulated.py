@@ -59,6 +59,18 @@ def test_results_in_a_heap() -> None:
     assert again > 1 < again_through_rings, found
 
 
+def test_a_rank_short_of_memory_launches_nothing() -> None:
+    """A cached dispatch is two launches: before the first, a rank has all that both need."""
+    run_all("nvlink_heap.check_short_of_memory", [(seed,) for seed in range(SOAK)])
+
+
+def test_handles_of_one_routing_that_launch_differently() -> None:
+    """Ranks that take different ones are told so before a row moves: no rank waits in vain, or
+    takes the place of an earlier call's block for one of this call."""
+    for said in run_all("nvlink_heap.check_two_handles", [(seed,) for seed in range(SOAK)]):
+        assert all("ranks disagree on the handle" in text for text in said), said
+
+
 def test_a_block_outside_of_its_heap() -> None:
     """Every rank gives up before it writes there, and says who it was."""
     lies = [(0, 256), (1, 256, "told"), (1, None)]

@@ -71,8 +71,7 @@ def heap_in(allocator: Allocator) -> PoolHeap:
 
 
 def test_blocks_are_the_allocators(allocator: Allocator) -> None:
-    """In its segment, for the heap's stream; behind a look at what other streams have passed. None
-    in the capture of a graph."""
+    """In its segment, for the heap's stream; behind a look at what other streams have passed."""
     heap = heap_in(allocator)
     block = heap.take(3 * MIB)
     assert block is not None and block.data_ptr() == heap.begin
@@ -83,10 +82,24 @@ def test_blocks_are_the_allocators(allocator: Allocator) -> None:
     gc.collect()
     allocator.stream = 8
     assert heap.take(3 * MIB) is None
-    allocator.stream, allocator.capturing = 7, True
-    assert heap.take(3 * MIB) is None
-    allocator.capturing = False
+    allocator.stream = 7
     assert heap.take(15 * MIB) is not None
+
+
+def test_no_block_in_a_capture(allocator: Allocator) -> None:
+    """Nor a look at the events of blocks that have died: to ask for one ends the capture."""
+    heap, asked = heap_in(allocator), list[bool]()
+    event = SimpleNamespace(query=lambda: not asked.append(allocator.capturing))
+    held: Any = heap.take(3 * MIB)
+    held.untyped_storage().tokenyard_block.keep_for(
+        SimpleNamespace(cuda_stream=8, record_event=lambda: event)
+    )
+    del held
+    gc.collect()
+    allocator.capturing = True
+    assert heap.take(3 * MIB) is None and not asked
+    allocator.capturing = False
+    assert heap.take(15 * MIB) is not None and asked == [False]
 
 
 @pytest.mark.parametrize("what", ["elsewhere", "short"])

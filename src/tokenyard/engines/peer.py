@@ -50,7 +50,7 @@ class PeerEngine(Engine):
     """
 
     in_place = True
-    hop_counts = 2  # ``ReceiveBuffer.needed``, ``ResultHeap.was_in_heap``
+    hop_counts = 2  # ``ReceiveBuffer.needed``, ``ResultHeap.note``
     _monitor_type = StatusMonitor
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
 from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
-from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
@@ -40,7 +40,7 @@ LACKS_ROOM, LACKS_BLOCK = 1, 2
 
 class ResultHeap:
     """The heap of one object, of ``num_bytes``; 0: there is none. ``noted_at``: the place in
-    ``Plan.splits`` of whether a routing's fresh dispatch was in it."""
+    ``Plan.splits`` of what :meth:`note` keeps."""
 
     least = LEAST_BYTES
 
@@ -95,17 +95,18 @@ class ResultHeap:
         """The same on all ranks."""
         return signature.most_rows * signature.sent.payload_bytes >= self.least
 
-    def note(self, counts: Any, *, in_heap: bool) -> None:
-        """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the same on all
-        ranks."""
-        counts[self._noted_at] = in_heap
+    def note(self, counts: Any, signature: Signature, *, in_heap: bool) -> None:
+        """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the most that a
+        rank may get; 0: through rings. The same on all ranks."""
+        counts[self._noted_at] = signature.most_rows if in_heap else 0
 
     def was_in_heap(self, counts: Any, signature: Signature) -> bool:
         """Whether the fresh dispatch of the plan with ``counts`` wrote to heaps, and a cached one
-        of this signature may. The same on all ranks."""
+        of this signature may, whose rows are not too few bytes. The same on all ranks."""
         if self._heap is None or not self.holds(signature):
             return False
-        return bool(counts[self._noted_at])
+        rows = int(counts[self._noted_at])
+        return rows > 0 and rows * signature.sent.payload_bytes >= self.least
 
     def place(self, block: Tensor | None, signature: Signature) -> int:
         """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
@@ -142,24 +143,34 @@ class ResultHeap:
         launch_unpack(workspace, signature, target, route, result)
         return out
 
+    def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
+        """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
+        comes."""
+        assert self._heap is not None
+        return self._heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
+
     def rewrite(
-        self, payload: Payload, known: Known, signature: Signature, tag: int, num_rows: int
-    ) -> Payload | None:
+        self,
+        block: Tensor | None,
+        payload: Payload,
+        known: Known,
+        signature: Signature,
+        tag: int,
+        num_rows: int,
+    ) -> None:
         """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
-        one. Returns ``num_rows`` rows over this rank's; None: it has none."""
-        heap, workspace, out = self._heap, self._workspace, None
+        one; ``block`` is mine for ``num_rows``."""
+        heap, workspace = self._heap, self._workspace
         assert heap is not None
         awaited = 0 if num_rows else 1  # no row comes there
-        block = heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
         if block is not None:
-            out = Payload(self.rows_in(block, signature, num_rows), None)
             awaited = (block.data_ptr() - heap.begin) // _UNIT + 1
         target = self._target(0, awaited=awaited)
         workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
+        tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
         launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
         self._monitor.meets()  # what goes through rings behind it
-        return out
 
     def _target(self, rows: int, *, metadata_at: int = 0, awaited: int = 0) -> Target:
         """All ranks' heaps; ``rows``: this rank's, if metadata is to be unpacked."""

@@ -98,17 +98,20 @@ class RingEngine(PeerEngine):
             if in_place:
                 out = self._in_place.write(payload, plan, signature, tag, num_rows)
             else:
-                zeros, out = not spec.exact or spec.layout is Layout.EXPERT_PADDED, None
+                zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 in_heap = self._heap.was_in_heap(known.counts, signature)
-                if in_heap:
-                    out = self._heap.rewrite(payload, known, signature, tag, num_rows)
-                if out is None:
+                block = self._heap.take_again(signature, num_rows) if in_heap else None
+                if block is None:
                     out = _result(payload, signature, num_rows, zeros=zeros)
+                else:
+                    out = Payload(self._heap.rows_in(block, signature, num_rows), None)
                 launch = signature.bound(("rings", in_heap), lambda: bind_two_dispatch(
                     self._workspace, self.config.num_topk, signature.row_layout, mode,
                     signature.dtype, signature.width if placed else 1, by_expert=placed,
                     padding=placed and signature.padding and not zeros, behind_heaps=in_heap,
                 ))  # fmt: skip
+                if in_heap:  # behind all that may fail on this rank alone
+                    self._heap.rewrite(block, payload, known, signature, tag, num_rows)
                 self._memory.gate()
                 dispatch_rows(
                     launch,
@@ -258,7 +261,7 @@ class RingEngine(PeerEngine):
             came, experts = sum(known[size : 2 * size].tolist()), known[len(known) - self._local :]
             num_rows = num_result_rows(signature.spec, self.config, experts.tolist(), came)
             moved = self._move(payload, counted, signature, (came, num_rows), forced=True)
-        self._heap.note(known, in_heap=in_heap)
+        self._heap.note(known, signature, in_heap=in_heap)
         done = self._finish(*moved, known, signature)
         if self._heap.counts(signature):
             self.stats.count_result(in_heap)

@@ -153,10 +153,12 @@ class PoolHeap(Heap):
     def _current(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self._device.index)  # pyright: ignore
 
+    def take(self, num_bytes: int) -> Tensor | None:
+        # A graph's allocations go elsewhere, and to ask for an event would end its capture.
+        return None if torch.cuda.is_current_stream_capturing() else super().take(num_bytes)
+
     def _make(self, start: int, size: int) -> Tensor | None:
         if self._lost or self._current() != self._stream:
-            return None
-        if torch.cuda.is_current_stream_capturing():  # a graph's allocations go elsewhere
             return None
         # Outside of the pool, where the allocator looks whether other streams have passed.
         torch.empty(1, dtype=torch.uint8, device=self._device)
