@@ -65,7 +65,7 @@ def test_tables_of_one_node() -> None:
         "0",
         "B",
     ] in lines
-    assert ["bf16", "64", "NVLink", "256", "524", "kB", "36", "16", "36", "4", "312", "MB"] in lines
+    assert ["bf16", "64", "NVLink", "256", "524", "kB", "36", "16", "36", "4", "848", "MB"] in lines
 
 
 def test_tables_of_several_nodes() -> None:
