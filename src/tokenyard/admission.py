@@ -95,11 +95,7 @@ def _check_reports(newcomer: int, reports: list[str]) -> None:
 
 
 def accept(
-    store: dist.Store,
-    rank: int,
-    at: str,
-    timeout: float,
-    report: Callable[[dict[str, Any]], str],
+    store: dist.Store, rank: int, at: str, timeout: float, report: Callable[[dict[str, Any]], str]
 ) -> tuple[dist.Store, Config, dict[str, Any]]:
     """Of a newcomer: take the place of ``rank``; the object's part of the store, its sizes in the
     next epoch, and what :func:`invite` was told, of which ``report`` makes this rank's.

@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import checks
-from tokenyard.arguments import (
-    check_device,
-    check_once,
-    check_optional,
-    check_sizes,
-    check_timeout,
-)
+from tokenyard.arguments import check_device, check_once, check_optional, check_sizes, check_timeout
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
 from tokenyard.engines.choice import Request

@@ -120,12 +120,7 @@ def _gone(rank: int, why: str) -> StoreLost:
 
 
 def _vote(
-    store: Any,
-    rank: int,
-    members: list[int],
-    timeout: float,
-    vote: Vote,
-    pulse: Callable[[], None],
+    store: Any, rank: int, members: list[int], timeout: float, vote: Vote, pulse: Callable[[], None]
 ) -> dict[int, Vote]:
     store.compare_set(f"vote/{rank}", "", json.dumps(vote))
     votes: dict[int, Vote] = {}
