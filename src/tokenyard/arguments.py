@@ -42,12 +42,7 @@ def whole(value: Any) -> int | None:
 
 
 def check_whole(name: str, value: Any, least: int, most: int, more: str = "") -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: it is no whole number, or not from ``least`` to ``most``. ``more`` is said
-            behind.
-    """
+    """``value`` as an int. ValueError, ``more`` behind: it is none from ``least`` to ``most``."""
     number = whole(value)
     if number is None or not least <= number <= most:
         raise ValueError(

@@ -36,10 +36,8 @@ _HINT = (
 @dataclass(eq=False)
 class Call:
     """One call on its way through a ``Function``: what it needs besides tensors that are
-    differentiated, and, once it is made, what it returns besides them.
-
-    It also is how the object's calls along the plan are made that derivatives need
-    (:class:`gradients.Moves`).
+    differentiated, and, once it is made, what it returns besides them. Also
+    :class:`gradients.Moves`, the calls along its plan that derivatives need.
 
     Attributes:
         ticket: of a call that was begun before, of which the result is wanted; 0 for none.
@@ -116,9 +114,7 @@ def _solid(tangent: Tensor) -> Tensor:
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
     """``moved``, with a tangent of zeros if tangents are followed and neither it nor ``others``
-    have one.
-
-    Other ranks' may have one: then theirs come here, and all take part.
+    have one: other ranks' may, and then all take part.
     """
     if transforms.in_functorch() or not transforms.in_forward_mode():
         return moved

@@ -254,11 +254,8 @@ class Calls(Guard):
             self.rows_in_place(0, dtype if dtype in FLOAT_DTYPES else torch.bfloat16)
 
     def _fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
-        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.
-
-        An engine for decoding brings them itself.
-        """
-        if self.low is not None:
+        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable."""
+        if self.low is not None:  # which brings them itself
             return topk_weights
         plan = handle.plan
         merged = merge_weights(topk_weights, plan.first_pick)

@@ -1,6 +1,4 @@
-"""Checks of what a caller passes: each message names the argument, the limit, the value and the
-remedy.
-"""
+"""Checks of what a caller passes. Messages name the argument, the limit, the value, the remedy."""
 
 from __future__ import annotations
 
@@ -159,9 +157,8 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def facts(tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that checks look at of up to three plain tensors (or None), and of options that are
-    numbers or words; the type too, as 1, True and 1.0 are equal. What was good once is so again.
-    None: of other tensors, which have to be looked at.
+    """All that checks look at of plain tensors (or None), and of options that are numbers or words,
+    with types, as 1, True and 1.0 are equal. None: other tensors, which have to be looked at.
     """
     known: list[Any] = [options, *map(type, options)]
     for tensor in tensors:

@@ -1,8 +1,6 @@
 """Custom operators: dispatch and combine as ``torch.compile`` and dispatch modes (selective
-checkpointing, say) see them. ``autograd.py`` gives them their derivatives.
-
-An operator, or a graph of autograd, knows its object by number, as arguments of operators are
-tensors and numbers. The table of objects holds none alive.
+checkpointing, say) see them; ``autograd.py`` has their derivatives. An operator, or a graph of
+autograd, knows its object by number: operators take tensors and numbers.
 """
 
 from __future__ import annotations

@@ -90,9 +90,7 @@ def _to_mx(x: Tensor) -> Quantized:
 
 
 def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
-    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T,
-    H]``. Every NaN is 0x7F.
-    """
+    """``e4m3(groups [T, G, 128] * factors [T, G])`` unpadded: ``[T, H]``. Every NaN is 0x7F."""
     scaled = groups * factors[..., None]
     # The sign of a NaN is the processor's choice.
     scaled = torch.where(scaled.isnan(), float("nan"), scaled)

@@ -1,5 +1,4 @@
-"""The plan: who sends which row where. Pure integer functions on any device; no communication, no
-payload.
+"""The plan: who sends which row where. Integers on any device; no communication, no payload.
 
 ``docs/reference/semantics.md`` defines the terms. Functions marked *static* never ask the host for
 a value, so that a CUDA graph can hold them; the others may (``nonzero``). All index tensors are
@@ -74,9 +73,7 @@ class Merged(NamedTuple):
 
 def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None, *, static: bool = False) -> Merged:
     """Let the first pick of an expert in a token stand for all of them; weights add in pick order.
-
-    Static if asked; otherwise the host looks whether there is anything to merge, which usually
-    there is not.
+    Static if asked; else the host looks whether there is anything to merge, as usually is not.
 
     >>> merge_picks(torch.tensor([[7, 3, 7]]), torch.tensor([[0.5, 0.25, 1.0]]))[:2]
     (tensor([[ 7,  3, -1]]), tensor([[1.5000, 0.2500, 0.0000]]))

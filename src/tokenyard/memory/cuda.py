@@ -47,16 +47,14 @@ class DeviceMemory:
         self._kept: list[Any] = []
 
     def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same
-        ``data_ptr()``. Ask before the gate: it may wait for kernels that run.
-        """
+        """See :class:`SymmetricMemory`. Ask before the gate: it may wait for kernels that run."""
         with torch.cuda.device(self.device):
             words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
         self._kept.append(words)
         return words
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context for tensors that kernels may write to: nothing to do on a GPU."""
+        """Nothing to do on a GPU."""
         return _NOTHING
 
     def bind(

@@ -1,10 +1,8 @@
 """Compile kernels for a GPU and launch them with little Python.
 
 Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, or as a NamedTuple
-of int64 if it is annotated with one; it is specialised on nothing. So there is one machine code per
-(kernel, constants, warps, registers), the same on all ranks, and :func:`compile_for` makes it on
-machines without a GPU too. How the kernel is decorated (``do_not_specialize`` or not) does not
-matter here.
+of int64 if it is annotated with one; it is specialised on nothing, however the kernel is decorated.
+So there is one machine code per (kernel, constants, warps, registers), the same on all ranks.
 """
 
 from __future__ import annotations
@@ -63,9 +61,7 @@ def struct_arguments(kernel: Any) -> dict[str, Any]:
 
 
 def wrapped(value: Any) -> Any:
-    """A struct of constants as the compiler takes it: each field a ``tl.constexpr``, structs too.
-    The interpreter takes it bare.
-    """
+    """A struct of constants as the compiler, not the interpreter, takes it: of ``tl.constexpr``."""
     if not hasattr(value, "_fields"):
         return value
     constexpr: Any = importlib.import_module("triton.language").constexpr
@@ -85,9 +81,7 @@ def calls_network(constants: dict[str, Any]) -> bool:
 
 
 def device_library() -> str:
-    """Path of the library that kernels with NVSHMEM's calls are linked with. RuntimeError: torch
-    did not find it, and says where it looked.
-    """
+    """The library that kernels with NVSHMEM's calls are linked with. RuntimeError: not found."""
     found: Any = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
     return str(found.NvshmemLibFinder.find_device_library())
 
@@ -107,14 +101,9 @@ def compile_for(
     target: Any,
     max_registers: int | None = None,
 ) -> Any:
-    """Compile for ``target`` (:func:`gpu_target`); needs no GPU. Returns Triton's
-    ``CompiledKernel`` (``.asm["ptx"]``, ...).
-
-    Multiply-adds are not fused, so that sums have the same bits as torch's.
-
-    Raises:
-        ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in
-            this process.
+    """Compile for ``target`` (:func:`gpu_target`), without a GPU, to Triton's ``CompiledKernel``
+    (``.asm["ptx"]``, ...). Multiply-adds are not fused, so that sums have the same bits as torch's.
+    ValueError: ``constants`` are not the kernel's constexprs, or this process interprets kernels.
     """
     names, constants = parameters(kernel), with_defaults(kernel, constants)
     if set(constants) != set(names.constants):
@@ -311,9 +300,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def wait_until(ready: Callable[[], bool], timeout: float, brisk: float = 10e-3) -> bool:
-    """Poll ``ready`` until it is true, letting other threads run; False after ``timeout`` seconds.
-    After ``brisk`` seconds it polls every 100 microseconds only.
-    """
+    """Poll ``ready`` until it is true, letting other threads run (every 100 microseconds after
+    ``brisk`` seconds); False after ``timeout`` seconds."""
     start = time.monotonic()
     while not ready():
         waited = time.monotonic() - start

@@ -113,8 +113,7 @@ class Meeting:
         """Everybody's ``text`` in rank order. ``what`` says in errors what the ranks meet for.
 
         Raises:
-            PeerTimeout: a rank did not come within the timeout, or another rank gave up before this
-                one came.
+            PeerTimeout: a rank did not come within the timeout, or gave up before this one came.
             KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
         """
         self._number += 1
@@ -122,13 +121,9 @@ class Meeting:
         return Round(part, self._rank, self._ranks).come(what, text, self._timeout)
 
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
-        """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are
-        for errors.
-
-        Raises:
-            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it did
-                itself, that RuntimeError.
-            PeerTimeout: a rank did not come; says what failed here, too.
+        """What ``step()`` returns, once it has worked on every rank. RuntimeError: it raised it or
+        OSError on a rank, which is named with ``what`` and ``remedy``; its own where it did.
+        PeerTimeout: a rank did not come; says what failed here, too.
         """
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
@@ -155,9 +150,7 @@ class Meeting:
         return made[0]
 
     def same_size(self, num_bytes: int, word: str = "") -> list[str]:
-        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16 (ValueError:
-        they do not; PeerTimeout). Returns everybody's ``word``.
-        """
+        """Everybody's ``word``. ValueError: not all ask for ``num_bytes``, a multiple of 16."""
         everybody = [
             text.split(" ", 1)
             for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")
