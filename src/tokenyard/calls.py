@@ -125,10 +125,12 @@ class Calls(Guard):
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """A fresh dispatch."""
-        if self.redirect is not None and request.topk_idx is not None:
-            request = _redirected(request, request.topk_idx, self.redirect)
         payload, topk_idx, weights, spec, mode, _, in_place, when, _ = request
         assert topk_idx is not None
+        if self.redirect is not None:  # what was asked is the caller's to change
+            asked = topk_idx.clone(), None if weights is None else weights.detach().clone()
+            topk_idx = self.redirect.picks(topk_idx)
+            request = request._replace(topk_idx=topk_idx, asked=asked)
         given = DispatchArguments(
             payload, topk_idx, weights, spec, mode, in_place, **(when.extras or _NO_EXTRAS)
         )
@@ -318,12 +320,6 @@ class Calls(Guard):
         if received.scales is not None:
             fields["_dequantize"] = dequantizer(self, sent, handle.plan, handle.spec)
         return fields
-
-
-def _redirected(request: DispatchRequest, ids: Tensor, redirect: Redirect) -> DispatchRequest:
-    """The same dispatch to experts that are there; what was asked is the caller's to change."""
-    weights = None if request.weights is None else request.weights.detach().clone()
-    return request._replace(topk_idx=redirect.picks(ids), asked=(ids.clone(), weights))
 
 
 def _combined_fields(x: Tensor, reduced: Tensor | None, reduce: Tensor | None) -> dict[str, Any]:

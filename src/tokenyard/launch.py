@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -76,11 +76,9 @@ def backend_for(device: str, world_size: int) -> str:
     return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
 
 
-@contextmanager
-def joined_by_launcher(device: str = "cpu") -> Generator[torch.device, None, None]:
+def joined_by_launcher(device: str = "cpu") -> AbstractContextManager[torch.device]:
     """Be the rank that ``torchrun`` made this process, for a while; yields the device to use."""
-    with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as here:
-        yield here
+    return joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
 
 
 @contextmanager

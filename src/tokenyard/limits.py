@@ -53,17 +53,6 @@ def check_symmetric(num_bytes: int, device: torch.device, argument: str) -> None
         )
 
 
-def check_view(config: Config, dtype: torch.dtype, most: int) -> None:
-    """Raise unless rows of a call in place can lie in ``most`` bytes of symmetric memory."""
-    num_bytes = config.padded_rows * config.hidden * dtype.itemsize
-    if num_bytes > most:
-        raise ValueError(
-            f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks takes "
-            f"{num_bytes} bytes for in_place=True, but it may take {most} (half of the rank's "
-            "share of the memory): make it smaller, or use in_place=False"
-        )
-
-
 def check_result(
     payload: Payload,
     mode: Quantize | None,

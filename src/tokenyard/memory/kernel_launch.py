@@ -44,20 +44,15 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature_of(kernel: Any) -> dict[str, Any]:
-    """Triton's type of each parameter: ``"i64"``, a NamedTuple of them, or ``"constexpr"``."""
-    names, structs = parameters(kernel), struct_arguments(kernel)
+    """Triton's type of each parameter: ``"i64"``, the annotated NamedTuple of them, or
+    ``"constexpr"``."""
+    names, given = parameters(kernel), inspect.signature(kernel.fn).parameters
+    known = {name: kernel.fn.__globals__.get(str(given[name].annotation)) for name in names.args}
     arguments = {
-        name: structs[name](*["i64"] * len(structs[name]._fields)) if name in structs else "i64"
-        for name in names.args
+        name: each(*["i64"] * len(each._fields)) if hasattr(each, "_fields") else "i64"
+        for name, each in known.items()
     }
     return arguments | dict.fromkeys(names.constants, "constexpr")
-
-
-def struct_arguments(kernel: Any) -> dict[str, Any]:
-    """The NamedTuples among a kernel's arguments, by parameter: those that its annotations name."""
-    given, names = inspect.signature(kernel.fn).parameters, kernel.fn.__globals__
-    known = {name: names.get(str(each.annotation)) for name, each in given.items()}
-    return {name: each for name, each in known.items() if hasattr(each, "_fields")}
 
 
 def wrapped(value: Any) -> Any:
