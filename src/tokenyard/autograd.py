@@ -2,10 +2,9 @@
 
 Each is a ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one. Eager calls
 apply it themselves, so that nothing is imported in a call (torch's custom operators import
-``torch._dynamo`` when they are first called). Compilers and dispatch modes (selective
-checkpointing, say) see the operators of ``ops.py``; the same functions are their derivatives.
-What a call returns belongs to the caller: results are no views, so that they may be changed in
-place.
+``torch._dynamo`` when they are first called). Compilers and dispatch modes see the operators of
+``ops.py``; the same functions are their derivatives. Results are no views, so that the caller may
+change them in place.
 """
 
 from __future__ import annotations

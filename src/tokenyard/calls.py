@@ -71,12 +71,8 @@ class CombineRequest(NamedTuple):
 
 
 class Calls(Guard):
-    """Makes calls on an engine in program order.
-
-    Attributes:
-        number: by which operators find it.
-        earlier: numbers that the object had before it recovered.
-        redirect: where picks of ranks that are gone go; None if none is.
+    """Makes calls on an engine in program order. ``number``: by which operators find it;
+    ``earlier``: those before the object recovered; ``redirect``: of picks of ranks that are gone.
     """
 
     def __init__(

@@ -20,12 +20,8 @@ Result = TypeVar("Result")
 
 
 class Guard:
-    """Makes calls of one object on its engine.
-
-    Attributes:
-        low: the engine, if it is one for decoding.
-        gone: why no more calls can be made; empty while they can.
-        failure: the error that ended the calls of all ranks.
+    """Makes calls of one object on its engine (``low``: if it is one for decoding). ``gone``: why
+    no more can be made; empty while they can. ``failure``: the error that ended all ranks' calls.
     """
 
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:

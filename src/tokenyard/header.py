@@ -198,13 +198,9 @@ def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str
 
 
 def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
-    """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of those that are
-    absent) call for.
-
-    Raises:
-        ValueError: this rank's own ids are out of range.
-        Mismatch: ranks disagree on the call or its arguments.
-        PeerError: another rank refused its arguments, or sent counts that cannot be.
+    """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of absent ones) call
+    for. ValueError: this rank's own ids are out of range. Mismatch: ranks disagree on the call or
+    its arguments. PeerError: another rank refused its own, or sent counts that cannot be.
     """
     everybody = cast("list[list[int]]", headers.tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = {peer: everybody[peer] for peer in config.members}

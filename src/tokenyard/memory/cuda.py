@@ -77,15 +77,11 @@ class DeviceMemory:
 
 class CudaMemory(DeviceMemory):
     """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not
-    collective.
-
-    Regions live until :meth:`close`. Launches go to the current stream of ``device``.
+    collective. Regions live until :meth:`close`. Launches go to the current stream of ``device``.
 
     Args:
         group: the ranks; every one with a CUDA device of its own on one host
-            (``memory/preflight.py`` tells beforehand). None: the members need no group, if
-            ``store`` is theirs alone.
-        rank, world_size: this rank's place in ``group``.
+            (``memory/preflight.py`` tells beforehand). None: ``store`` is the members' alone.
         device: a CUDA device with its index.
         timeout: seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: multiprocessors that kernels may fill (default: all of the device).
@@ -231,14 +227,13 @@ class CudaMemory(DeviceMemory):
 
 
 class RendezvousStore(dist.Store):
-    """The store that torch gets while ranks map each other's memory once.
+    """The store that torch gets while ranks map each other's memory once: ``part``, for this
+    exchange of these ``ranks``, in torch's order, alone.
 
     torch (``StoreExchange``, C++) names what ranks tell each other by how many exchanges its
     process has made: ``CUDASymmetricMemory/17/RANK``. Processes of different age would wait for
-    each other's names for ever. Here the first exchange is 0, the next one 1, on every rank.
-
-    torch calls these methods alone, from C++; its barrier adds. It gets :class:`PeerTimeout`
-    through. ``part``: of the store, for this exchange of these ``ranks``, in torch's order, alone.
+    each other's names for ever. Here the first exchange is 0, the next one 1, on every rank. torch
+    calls these methods alone, from C++; its barrier adds. It gets :class:`PeerTimeout` through.
     """
 
     def __init__(self, part: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:

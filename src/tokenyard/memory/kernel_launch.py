@@ -163,18 +163,12 @@ first eight into one GPC; each GPC gets as much of NVLink as any other, so those
 
 
 class Kernels:
-    """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share
-    it.
+    """The kernels that are loaded on one GPU, and the fast way to launch them, over ``num_sms``
+    multiprocessors each. Threads may share it. RuntimeError: another Triton than 3.6.
 
-    Args:
-        device: a CUDA device with its index.
-        num_sms: multiprocessors that one launch may fill.
-        clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
-            They must all find room at once, beside what they wait for: 0, none, where launches of
-            several ranks share the GPU.
-
-    Raises:
-        RuntimeError: another Triton than 3.6.
+    ``clustered``: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
+    They must all find room at once, beside what they wait for: 0, none, where launches of several
+    ranks share the GPU.
     """
 
     def __init__(self, device: torch.device, num_sms: int, clustered: int = 0) -> None:

@@ -96,11 +96,9 @@ class Round:
 
 
 class Meeting:
-    """Numbered meetings of all ranks of one object; every rank holds them in the same order. No
-    rank goes on while another gives up (:class:`Round`).
-
-    The ``store`` is seen by exactly these ``ranks`` (a number of them, or which), or a prefix that
-    belongs to this object. A rank is waited for ``timeout`` seconds.
+    """Numbered meetings of all ranks of one object, in the same order on each. No rank goes on
+    while another gives up (:class:`Round`). The ``store``, or its prefix, is seen by exactly these
+    ``ranks`` (a number of them, or which). A rank is waited for ``timeout`` seconds.
     """
 
     def __init__(
@@ -111,10 +109,8 @@ class Meeting:
 
     def exchange(self, what: str, text: str = "") -> list[str]:
         """Everybody's ``text`` in rank order. ``what`` says in errors what the ranks meet for.
-
-        Raises:
-            PeerTimeout: a rank did not come within the timeout, or gave up before this one came.
-            KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
+        PeerTimeout: a rank did not come within the timeout, or gave up before this one came.
+        KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
         """
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)

@@ -22,27 +22,16 @@ ALLOW_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Report(NamedTuple):
-    """What one rank sees.
-
-    Attributes:
-        rank: its number.
-        host: names the running system: host name and boot id.
-        gpu: unique id of its GPU; empty without one.
-        ordinal: of its GPU in this process.
-        visible: unique ids of the GPUs that its process sees, by ordinal.
-        reaches: those of them whose memory its GPU can map.
-        overlap: whether torch was told to let ranks share a device (:data:`ALLOW_OVERLAP`).
-        problem: why there is no GPU to speak of.
-    """
+    """What one rank sees."""
 
     rank: int
-    host: str
-    gpu: str
-    ordinal: int
-    visible: Sequence[str]
-    reaches: Sequence[str]
-    overlap: bool = False
-    problem: str = ""
+    host: str  # names the running system: host name and boot id
+    gpu: str  # unique id; empty without one
+    ordinal: int  # of its GPU in this process
+    visible: Sequence[str]  # unique ids of the GPUs that its process sees, by ordinal
+    reaches: Sequence[str]  # those of them whose memory its GPU can map
+    overlap: bool = False  # whether torch was told to let ranks share a device (ALLOW_OVERLAP)
+    problem: str = ""  # why there is no GPU to speak of
 
 
 class Unreachable(NamedTuple):

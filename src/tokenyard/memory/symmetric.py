@@ -1,8 +1,6 @@
-"""What engines with one-sided kernels need from a machine; one provider per kind of machine.
-
-Providers: ``memory/cuda.py`` (GPUs that map each other's memory, through torch symmetric memory),
-``memory/nvshmem.py`` (GPUs of several nodes), ``testing/simulator`` (ranks as coroutines on the
-CPU, every schedule by seed). ``tests/kit`` has more.
+"""What engines with one-sided kernels need from a machine. Providers: ``memory/cuda.py`` (GPUs that
+map each other's memory), ``memory/nvshmem.py`` (GPUs of several nodes), ``testing/simulator``
+(ranks as coroutines on the CPU, every schedule by seed), and ``tests/kit``.
 """
 
 from __future__ import annotations
