@@ -119,8 +119,7 @@ def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
 
 
 def check_once(once_per_node: Any, engine: str, only: str) -> None:
-    """Raise ValueError unless ``once_per_node`` is None, or a bool and ``engine`` the ``only`` one
-    that knows it."""
+    """ValueError: ``once_per_node`` is neither None nor a bool, or not of the ``only`` engine."""
     if once_per_node is not None and not isinstance(once_per_node, bool):
         raise ValueError(f"once_per_node ({once_per_node!r}) must be True, False or None")
     if once_per_node is not None and engine != only:

@@ -140,9 +140,6 @@ class _Hinted:
             raise hinted from None
 
 
-# dispatch
-
-
 def _is_plain(x: Tensor, scales: Tensor | None, call: Call) -> bool:
     """Whether rows have gradients: neither cast nor quantised by the caller."""
     return call.mode is None and scales is None and x.dtype.is_floating_point
@@ -220,9 +217,6 @@ def _dispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
 ops.track(ops.dispatch_op, _dispatch_operator)
 
 
-# cached dispatch
-
-
 class _Redispatch(Function):
     @staticmethod
     def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
@@ -268,9 +262,6 @@ def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]
 
 
 ops.track(ops.redispatch_op, _redispatch_operator)
-
-
-# combine
 
 
 class _Combine(Function):

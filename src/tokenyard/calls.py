@@ -91,9 +91,7 @@ class Calls(Guard):
     # Called by autograd and by operators
 
     def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
-        """A fresh dispatch, or the result of the one behind the ticket. Rows, scales and source are
-        flat; nothing is a view, as it is to be the caller's own.
-        """
+        """A fresh dispatch, or the result of the one behind the ticket: flat, and no views."""
         moved, plan, arrived = self._run(ticket, "dispatch", self.engine.dispatch, given)
         scales = None if moved.scales is None else moved.scales.flatten(0, -2)
         arrived = arrived._replace(source=arrived.source.flatten(), weights=arrived.weights.data)

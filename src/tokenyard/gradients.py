@@ -1,6 +1,4 @@
-"""Formulas of derivatives, backward and forward: a dispatch's gradient is a combine, a combine's a
-cached dispatch.
-"""
+"""Formulas of derivatives: a dispatch's gradient is a combine, a combine's a cached dispatch."""
 
 from __future__ import annotations
 

@@ -89,8 +89,6 @@ def retire(number: int) -> None:
     _recovered.add(number)
 
 
-# Operators
-
 Below = Callable[..., Any]
 """``below(operator, *arguments)`` calls an operator behind autograd."""
 
@@ -167,9 +165,6 @@ def _apart(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-# dispatch
-
-
 def _dispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     topk_idx, weights, owner, numbers, quantize, ticket = given
     spec, mode = spec_of(numbers), mode_of(quantize)
@@ -238,9 +233,6 @@ dispatch_op = define(
 )
 
 
-# cached dispatch
-
-
 def _redispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     plan, owner, numbers, raw, ticket = given
     calls, mode = _called(owner, CACHED), mode_of(*numbers[4:])
@@ -265,9 +257,6 @@ redispatch_op = define(
 )
 
 
-# combine
-
-
 def _combine(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     weights, reduce_weights, bias, plan, owner, numbers, raw, ticket = given
     calls = _called(owner, COMBINE)
@@ -289,9 +278,6 @@ combine_op = define(
     _combine,
     _combine_shapes,
 )
-
-
-# As calls of an object
 
 
 class Operators:

@@ -126,8 +126,7 @@ class Received(Later):
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to
-        the dispatched tensor.
-        """
+        the dispatched tensor."""
         scales = self.scales
         if scales is None:
             raise ValueError(

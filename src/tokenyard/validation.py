@@ -22,8 +22,7 @@ from tokenyard.types import Quantize
 _NOW = When(later=False, after=None)
 """Of a call that nobody asked more of."""
 MOST_KEPT = 256
-"""Calls of which it is kept that they were good: in training all are alike, in serving as many as
-there are batch sizes."""
+"""Calls that are known to be good: in training all are alike, in serving as many as batch sizes."""
 _NO_TANGENTS = (
     "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
     "detach() it"

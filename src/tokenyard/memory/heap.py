@@ -107,8 +107,7 @@ class Heap:
 
 
 def _rounded(num_bytes: int) -> int:
-    """To few different sizes, at most a 16th more: a block of about the same size fits into the gap
-    that another has left."""
+    """To few sizes, at most a 16th more: blocks of about one size fit into each other's gaps."""
     step = max(ALIGNMENT, 1 << max(0, num_bytes.bit_length() - 5))
     return -(-num_bytes // step) * step
 

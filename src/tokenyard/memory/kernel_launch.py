@@ -44,8 +44,7 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def signature_of(kernel: Any) -> dict[str, Any]:
-    """Triton's type of each parameter: ``"i64"``, the annotated NamedTuple of them, or
-    ``"constexpr"``."""
+    """Triton's type of each parameter: ``"i64"``, a NamedTuple of them, or ``"constexpr"``."""
     names, given = parameters(kernel), inspect.signature(kernel.fn).parameters
     known = {name: kernel.fn.__globals__.get(str(given[name].annotation)) for name in names.args}
     arguments = {

@@ -187,9 +187,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def check_sizes(sizes: list[int], ranks: Sequence[int] | None = None) -> None:
-    """Raise ``ValueError`` unless all ``ranks`` (default: from 0 on) ask for one multiple of 16
-    bytes that is allowed.
-    """
+    """ValueError: ``ranks`` (default: from 0 on) do not all ask for one multiple of 16 bytes."""
     ranks = range(len(sizes)) if ranks is None else ranks
     for peer, size in zip(ranks, sizes, strict=True):
         if size != sizes[0]:

@@ -57,8 +57,7 @@ class SymmetricMemory(Protocol):
 
     def heap(self, num_bytes: int) -> Heap:
         """Collective: a heap of ``num_bytes`` on every rank. Memory of several nodes has none.
-        RuntimeError, on all: some rank cannot have it. Else as :meth:`allocate`.
-        """
+        RuntimeError, on all: some rank cannot have it. Else as :meth:`allocate`."""
         ...
 
     def host_words(self, count: int) -> Tensor:
