@@ -164,8 +164,7 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def facts(tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """All that checks look at of plain tensors (or None), and of options that are numbers or words,
-    with types, as 1, True and 1.0 are equal. None: other tensors, which have to be looked at.
-    """
+    with types, as 1, True and 1.0 are equal. None: other tensors, which have to be looked at."""
     known: list[Any] = [options, *map(type, options)]
     for tensor in tensors:
         if tensor is None:
