@@ -42,15 +42,13 @@ def check_name(at: Any) -> str:
 def invite(
     store: dist.Store, config: Config, rank: int, at: str, facts: dict[str, Any], report: str
 ) -> dist.Store:
-    """Of a member: let a newcomer be ``rank``. ``store``: of this epoch.
+    """Of a member: let a newcomer be ``rank``; the part of the store in which the object goes on.
+    ``store``: of this epoch. ``facts``: what the newcomer has to know besides sizes; the same on
+    all members. ``report``: a :class:`Report` of GPUs, or nothing.
 
-    ``facts``: what the newcomer has to know besides sizes; the same on all members. ``report``: a
-    :class:`Report` of GPUs, or nothing. Returns the part of the store in which the object goes on.
-
-    Raises:
+    Raises, and nothing has changed:
         Mismatch: the members invite different ranks, or under different names.
-        PeerTimeout: the newcomer, or a member, did not come; nothing has changed.
-        NotSupported: GPUs do not reach each other; nothing has changed.
+        PeerTimeout: the newcomer, or a member, did not come. NotSupported: GPUs do not fit.
     """
     base, place = base_of(store), _seat(store, config, rank, at)
     here = _round(place, config.rank, config.members, rank)
@@ -95,20 +93,14 @@ def _check_reports(newcomer: int, reports: list[str]) -> None:
 
 
 def accept(
-    store: dist.Store,
-    rank: int,
-    at: str,
-    timeout: float,
-    report: Callable[[dict[str, Any]], str],
+    store: dist.Store, rank: int, at: str, timeout: float, report: Callable[[dict[str, Any]], str]
 ) -> tuple[dist.Store, Config, dict[str, Any]]:
     """Of a newcomer: take the place of ``rank``; the object's part of the store, its sizes in the
     next epoch, and what :func:`invite` was told, of which ``report`` makes this rank's.
 
     Raises:
-        ValueError: the seat that is free is another.
-        RuntimeError: another process has taken it.
-        PeerTimeout: there is no invitation, or a member did not come.
-        NotSupported: GPUs do not reach each other.
+        ValueError: the seat that is free is another. RuntimeError: another process has taken it.
+        PeerTimeout: no invitation, or a member did not come. NotSupported: GPUs do not fit.
     """
     place, facts = _invitation(base_of(store), rank, at, timeout)
     if facts["rank"] != rank:

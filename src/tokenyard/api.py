@@ -10,13 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard import checks
-from tokenyard.arguments import (
-    check_device,
-    check_once,
-    check_optional,
-    check_sizes,
-    check_timeout,
-)
+from tokenyard.arguments import check_device, check_once, check_optional, check_sizes, check_timeout
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
 from tokenyard.engines.choice import Request
@@ -370,8 +364,7 @@ class ExpertParallel(Recoverable):
     @property
     def active_mask(self) -> Tensor:
         """The same as int32 ``[R]`` on the device, 0 for ranks left out (engine low_latency):
-        kernels read and write it.
-        """
+        kernels read and write it."""
         return self._calls.need_low("has no mask").active
 
     def mask(self, rank: int) -> None:
@@ -381,8 +374,7 @@ class ExpertParallel(Recoverable):
 
     def unmask(self, rank: int) -> None:
         """Let a rank in again, whose object has made as many calls as this one: see
-        ``docs/reference/low_latency.md``.
-        """
+        ``docs/reference/low_latency.md``."""
         self._calls.need_low(f"cannot go on without rank {rank}").mask(rank, active=True)
 
     def close(self) -> None:

@@ -42,12 +42,7 @@ def whole(value: Any) -> int | None:
 
 
 def check_whole(name: str, value: Any, least: int, most: int, more: str = "") -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: it is no whole number, or not from ``least`` to ``most``. ``more`` is said
-            behind.
-    """
+    """``value`` as an int. ValueError, ``more`` behind: it is none from ``least`` to ``most``."""
     number = whole(value)
     if number is None or not least <= number <= most:
         raise ValueError(
@@ -124,8 +119,7 @@ def check_optional(sizes: dict[str, Any]) -> dict[str, int | None]:
 
 
 def check_once(once_per_node: Any, engine: str, only: str) -> None:
-    """Raise ValueError unless ``once_per_node`` is None, or a bool and ``engine`` the ``only`` one
-    that knows it."""
+    """ValueError: ``once_per_node`` is neither None nor a bool, or not of the ``only`` engine."""
     if once_per_node is not None and not isinstance(once_per_node, bool):
         raise ValueError(f"once_per_node ({once_per_node!r}) must be True, False or None")
     if once_per_node is not None and engine != only:

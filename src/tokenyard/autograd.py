@@ -2,10 +2,9 @@
 
 Each is a ``torch.autograd.Function``: backward, forward mode and ``torch.func`` in one. Eager calls
 apply it themselves, so that nothing is imported in a call (torch's custom operators import
-``torch._dynamo`` when they are first called). Compilers and dispatch modes (selective
-checkpointing, say) see the operators of ``ops.py``; the same functions are their derivatives.
-What a call returns belongs to the caller: results are no views, so that they may be changed in
-place.
+``torch._dynamo`` when they are first called). Compilers and dispatch modes see the operators of
+``ops.py``; the same functions are their derivatives. Results are no views, so that the caller may
+change them in place.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ _HINT = (
 @dataclass(eq=False)
 class Call:
     """One call on its way through a ``Function``: what it needs besides tensors that are
-    differentiated, and, once it is made, what it returns besides them.
-
-    It also is how the object's calls along the plan are made that derivatives need
-    (:class:`gradients.Moves`).
+    differentiated, and, once it is made, what it returns besides them. Also
+    :class:`gradients.Moves`, the calls along its plan that derivatives need.
 
     Attributes:
         ticket: of a call that was begun before, of which the result is wanted; 0 for none.
@@ -116,9 +113,7 @@ def _solid(tangent: Tensor) -> Tensor:
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
     """``moved``, with a tangent of zeros if tangents are followed and neither it nor ``others``
-    have one.
-
-    Other ranks' may have one: then theirs come here, and all take part.
+    have one: other ranks' may, and then all take part.
     """
     if transforms.in_functorch() or not transforms.in_forward_mode():
         return moved
@@ -143,9 +138,6 @@ class _Hinted:
             hinted = afresh(error)
             hinted.args = (f"{error}{_HINT}",)
             raise hinted from None
-
-
-# dispatch
 
 
 def _is_plain(x: Tensor, scales: Tensor | None, call: Call) -> bool:
@@ -225,9 +217,6 @@ def _dispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
 ops.track(ops.dispatch_op, _dispatch_operator)
 
 
-# cached dispatch
-
-
 class _Redispatch(Function):
     @staticmethod
     def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
@@ -273,9 +262,6 @@ def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]
 
 
 ops.track(ops.redispatch_op, _redispatch_operator)
-
-
-# combine
 
 
 class _Combine(Function):

@@ -38,8 +38,7 @@ class Waitable(Protocol):
 
 class When(NamedTuple):
     """Whether the caller waits for a call now or later, and what the call waits for first.
-
-    ``in_two``: make its first half now, in the caller's stream, and the second when it is waited
+    ``in_two``: its first half is made now, in the caller's stream, the second when it is waited
     for. ``extras``: for the engine.
     """
 
@@ -51,10 +50,8 @@ class When(NamedTuple):
 
 class _Turn:
     """What one call is made in: without autograd, and on a GPU behind the call before it, wherever
-    that ran, as calls of one object share memory. One call at a time.
-
-    A call that is captured in a CUDA graph runs when the graph does, so its order is the caller's
-    affair.
+    that ran, as calls of one object share memory. The order of calls in a CUDA graph is the
+    caller's affair.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -99,10 +96,8 @@ class CallQueue:
     """Runs calls in program order. Not for two threads at once: that raises."""
 
     def __init__(self, *, threaded: bool, device: torch.device | None = None) -> None:
-        """``device``: that calls work on, if it is always the same.
-
-        ``threaded``: calls keep the host busy or waiting (gloo), so asynchronous ones need a thread
-        of their own.
+        """``device``: that calls work on, if it is always the same. ``threaded``: calls keep the
+        host busy or waiting (gloo), so asynchronous ones need a thread of their own.
         """
         self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
@@ -163,10 +158,7 @@ class CallQueue:
 
     def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
         """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it
-        now, by :meth:`run`.
-
-        Raises:
-            RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
+        now, by :meth:`run`. RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
         """
         if not when.later:
             if when.after is not None:

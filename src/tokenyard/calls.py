@@ -19,12 +19,7 @@ from tokenyard import autograd, transforms
 from tokenyard.autograd import Call
 from tokenyard.call_queue import NO_TICKET, When
 from tokenyard.config import Config
-from tokenyard.engines.base import (
-    CachedArguments,
-    CombineArguments,
-    DispatchArguments,
-    Engine,
-)
+from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
@@ -76,12 +71,8 @@ class CombineRequest(NamedTuple):
 
 
 class Calls(Guard):
-    """Makes calls on an engine in program order.
-
-    Attributes:
-        number: by which operators find it.
-        earlier: numbers that the object had before it recovered.
-        redirect: where picks of ranks that are gone go; None if none is.
+    """Makes calls on an engine in program order. ``number``: by which operators find it;
+    ``earlier``: those before the object recovered; ``redirect``: of picks of ranks that are gone.
     """
 
     def __init__(
@@ -100,9 +91,7 @@ class Calls(Guard):
     # Called by autograd and by operators
 
     def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
-        """A fresh dispatch, or the result of the one behind the ticket. Rows, scales and source are
-        flat; nothing is a view, as it is to be the caller's own.
-        """
+        """A fresh dispatch, or the result of the one behind the ticket: flat, and no views."""
         moved, plan, arrived = self._run(ticket, "dispatch", self.engine.dispatch, given)
         scales = None if moved.scales is None else moved.scales.flatten(0, -2)
         arrived = arrived._replace(source=arrived.source.flatten(), weights=arrived.weights.data)
@@ -130,10 +119,12 @@ class Calls(Guard):
 
     def dispatch(self, request: DispatchRequest) -> Received:
         """A fresh dispatch."""
-        if self.redirect is not None and request.topk_idx is not None:
-            request = _redirected(request, request.topk_idx, self.redirect)
         payload, topk_idx, weights, spec, mode, _, in_place, when, _ = request
         assert topk_idx is not None
+        if self.redirect is not None:  # what was asked is the caller's to change
+            asked = topk_idx.clone(), None if weights is None else weights.detach().clone()
+            topk_idx = self.redirect.picks(topk_idx)
+            request = request._replace(topk_idx=topk_idx, asked=asked)
         given = DispatchArguments(
             payload, topk_idx, weights, spec, mode, in_place, **(when.extras or _NO_EXTRAS)
         )
@@ -259,11 +250,8 @@ class Calls(Guard):
             self.rows_in_place(0, dtype if dtype in FLOAT_DTYPES else torch.bfloat16)
 
     def _fetch_weights(self, topk_weights: Tensor, handle: Handle) -> Tensor:
-        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable.
-
-        An engine for decoding brings them itself.
-        """
-        if self.low is not None:
+        """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable."""
+        if self.low is not None:  # which brings them itself
             return topk_weights
         plan = handle.plan
         merged = merge_weights(topk_weights, plan.first_pick)
@@ -326,12 +314,6 @@ class Calls(Guard):
         if received.scales is not None:
             fields["_dequantize"] = dequantizer(self, sent, handle.plan, handle.spec)
         return fields
-
-
-def _redirected(request: DispatchRequest, ids: Tensor, redirect: Redirect) -> DispatchRequest:
-    """The same dispatch to experts that are there; what was asked is the caller's to change."""
-    weights = None if request.weights is None else request.weights.detach().clone()
-    return request._replace(topk_idx=redirect.picks(ids), asked=(ids.clone(), weights))
 
 
 def _combined_fields(x: Tensor, reduced: Tensor | None, reduce: Tensor | None) -> dict[str, Any]:

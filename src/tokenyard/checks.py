@@ -1,6 +1,4 @@
-"""Checks of what a caller passes: each message names the argument, the limit, the value and the
-remedy.
-"""
+"""Checks of what a caller passes. Messages name the argument, the limit, the value, the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from tokenyard.engines.base import Engine
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES, given
 from tokenyard.handle import Handle, Spec
-from tokenyard.limits import check_view
 from tokenyard.rows import Payload, flat_rows
 from tokenyard.transforms import is_followed
 from tokenyard.types import (
@@ -34,8 +31,7 @@ def check_in_place(
     engine: Engine, spec: Spec, payload: Payload, topk_weights: Any, config: Config, most_bytes: int
 ) -> None:
     """Whether rows can be left in symmetric memory, of which they may take ``most_bytes``."""
-    _check_view(engine, spec, payload.x.shape[0], config)
-    check_view(config, payload.x.dtype, most_bytes)
+    _check_view(engine, spec, payload.x.shape[0], payload.x.dtype, config, most_bytes)
     _check_no_grad_in_place(payload.x, topk_weights)
 
 
@@ -49,8 +45,7 @@ def check_combine_in_place(
     most_bytes: int,
 ) -> None:
     """The same of rows of ``dtype`` to combine. ``given``: all tensors of the call."""
-    _check_view(engine, handle.spec, handle.num_tokens, config)
-    check_view(config, dtype, most_bytes)
+    _check_view(engine, handle.spec, handle.num_tokens, dtype, config, most_bytes)
     if reduce_weights is not None:
         raise NotSupported(
             f"engine {engine.name!r} reduces no weights in place: use in_place=False, or combine "
@@ -65,7 +60,9 @@ def check_combine_in_place(
     _check_no_grad_in_place(*given)
 
 
-def _check_view(engine: Engine, spec: Spec, num_tokens: int, config: Config) -> None:
+def _check_view(
+    engine: Engine, spec: Spec, num_tokens: int, dtype: torch.dtype, config: Config, most_bytes: int
+) -> None:
     """Whether rows of a call fit into a view of symmetric memory."""
     if not engine.in_place:
         raise NotSupported(
@@ -81,6 +78,13 @@ def _check_view(engine: Engine, spec: Spec, num_tokens: int, config: Config) -> 
         raise ValueError(
             f"{num_tokens} tokens, but in_place=True has room for max_tokens_per_rank="
             f"{config.max_tokens_per_rank}; make it larger, split the batch, or use in_place=False"
+        )
+    num_bytes = config.padded_rows * config.hidden * dtype.itemsize
+    if num_bytes > most_bytes:
+        raise ValueError(
+            f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks takes "
+            f"{num_bytes} bytes for in_place=True, but it may take {most_bytes} (half of the "
+            "rank's share of the memory): make it smaller, or use in_place=False"
         )
 
 
@@ -159,10 +163,8 @@ def _device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def facts(tensors: tuple[Any, Any, Any], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that checks look at of up to three plain tensors (or None), and of options that are
-    numbers or words; the type too, as 1, True and 1.0 are equal. What was good once is so again.
-    None: of other tensors, which have to be looked at.
-    """
+    """All that checks look at of plain tensors (or None), and of options that are numbers or words,
+    with types, as 1, True and 1.0 are equal. None: other tensors, which have to be looked at."""
     known: list[Any] = [options, *map(type, options)]
     for tensor in tensors:
         if tensor is None:

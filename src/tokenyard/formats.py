@@ -73,10 +73,8 @@ class WireFormat:
         return RowFormat(hidden, self.data, self.scale_words(hidden), self.scale)
 
     def cast(self, x: Tensor) -> Quantized:
-        """``x [T, H]`` (bf16, fp16 or fp32) in this format; never asks the host for a value.
-
-        Returns: data ``[T, H]``, scales as they travel, in whole words.
-        """
+        """``x [T, H]`` (bf16, fp16 or fp32) in this format: data ``[T, H]``, scales as they travel,
+        in whole words. Never asks the host for a value."""
         num_tokens, hidden = x.shape
         shape = num_tokens, self.blocks(hidden), self.block
         values = pad(x.float(), (0, shape[1] * self.block - hidden)).view(shape)
@@ -105,7 +103,6 @@ class WireFormat:
     def _scales_below(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Scales and factors of the OCP Microscaling Formats (MX) specification 1.0, section 6.3:
         ``X = 2 ** (floor(log2(amax)) - floor(log2(largest)))``, which torchao calls ``FLOOR``.
-
         Exponents below -127 become -127, which is also the exponent of a block of zeros. A block
         with an infinity or a NaN has the scale NaN, byte 255, and NaN elements.
         """
@@ -130,10 +127,7 @@ class WireFormat:
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """``data * scale`` per block, in float32, rounded once to ``dtype``: ``[T, H]``.
-
-        Raises:
-            ValueError: there is not one scale per block.
-        """
+        ValueError: there is not one scale per block."""
         hidden = data.shape[1]
         if scales.shape[1] != self.num_scales(hidden):
             unit = "words" if self.scale.itemsize == WORD else "bytes"
@@ -184,11 +178,8 @@ def row_of(payload: Payload, mode: Quantize | None) -> RowFormat:
 
 
 def given(data: Tensor, scales: Tensor) -> Payload:
-    """Rows that the caller has quantised, as they travel: scales in whole words.
-
-    Raises:
-        ValueError: scales of single bytes are not one per block.
-    """
+    """Rows that the caller has quantised, as they travel: scales in whole words. ValueError: those
+    of single bytes are not one per block."""
     wire_format, num_scales = BY_SCALE[scales.dtype], scales.shape[1]
     if scales.dtype.itemsize < WORD and num_scales != wire_format.num_scales(data.shape[1]):
         raise ValueError(
@@ -226,10 +217,8 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """``data [T, H] * scales``: ``[T, H]``. In the format with elements and scales of these dtypes
-    and as many scales; without such a one, in that with scales of this dtype.
-
-    Raises:
-        ValueError: there is not one scale per block.
+    and as many scales; without such a one, in that with scales of this dtype. ValueError: there is
+    not one scale per block.
     """
     found = data.dtype, scales.dtype, scales.shape[1]
     for each in FORMATS.values():

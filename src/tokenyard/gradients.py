@@ -1,9 +1,4 @@
-"""Formulas of derivatives, backward and forward. A dispatch's gradient is a combine, a combine's a
-cached dispatch.
-
-``ops.py`` (for compilers) and ``autograd.py`` (eager) use the same ones, each with its own way to
-move rows.
-"""
+"""Formulas of derivatives: a dispatch's gradient is a combine, a combine's a cached dispatch."""
 
 from __future__ import annotations
 
@@ -39,10 +34,8 @@ class Moves(Protocol):
 def of_dispatch(
     moves: Moves, rows: Tensor | None, weights: Tensor | None, topk_idx: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``x`` and of ``topk_weights`` from those of the received ``rows`` and
-    ``weights``.
-
-    None where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``.
+    """Gradients of ``x`` and ``topk_weights`` from those of received ``rows`` and ``weights``; None
+    where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``.
     """
     reduce = None if weights is None else by_arrival(weights, moves.plan, moves.spec, topk_idx)
     grad_x = reduced = None
@@ -56,9 +49,7 @@ def of_dispatch(
 
 
 def by_arrival(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) -> Tensor:
-    """Gradients of returned weights, or weights to reduce, as ``[Nb, K]`` of arrived rows, 0 of
-    picks elsewhere.
-    """
+    """Gradients of returned weights, or weights to reduce, ``[Nb, K]`` of arrived rows; else 0."""
     if spec.layout is Layout.FLAT:
         assert topk_idx is not None
         here = torch.where(topk_idx < 0, 0.0, grad)

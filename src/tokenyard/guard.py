@@ -1,6 +1,4 @@
-"""One engine behind its call queue: calls in program order, and what ends an object before its time
-(closing, a lost peer, Ctrl-C, a fork).
-"""
+"""One engine behind its call queue, and what ends it: closing, a lost peer, Ctrl-C, a fork."""
 
 from __future__ import annotations
 
@@ -22,12 +20,8 @@ Result = TypeVar("Result")
 
 
 class Guard:
-    """Makes calls of one object on its engine.
-
-    Attributes:
-        low: the engine, if it is one for decoding.
-        gone: why no more calls can be made; empty while they can.
-        failure: the error that ended the calls of all ranks.
+    """Makes calls of one object on its engine (``low``: if it is one for decoding). ``gone``: why
+    no more can be made; empty while they can. ``failure``: the error that ended all ranks' calls.
     """
 
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
@@ -48,9 +42,7 @@ class Guard:
             raise RuntimeError(f"this ExpertParallel {self.gone}: {remedy}")
 
     def failed(self) -> RuntimeError | None:
-        """What has ended the calls of all ranks, once those under way are over: on this rank or, as
-        the others have reported, on another.
-        """
+        """What has ended all ranks' calls, here or elsewhere, once those under way are over."""
         self.queue.run(lambda: None)
         if self.failure is None:
             with suppress(PeerTimeout):  # it is kept
@@ -101,11 +93,7 @@ class Guard:
         self.queue = cast("CallQueue", forks.Disowned(why))
 
     def need_low(self, lack: str) -> LowLatency:
-        """The engine for decoding.
-
-        Raises:
-            NotSupported: it is another, which has this ``lack``.
-        """
+        """The engine for decoding. NotSupported: it is another, which has this ``lack``."""
         if self.low is None:
             raise NotSupported(f"engine {self.engine.name!r} {lack}; engine 'low_latency' can")
         return self.low
@@ -150,11 +138,8 @@ class Guard:
             raise
 
     def _notice(self, error: BaseException) -> None:
-        """What an error in a call means for the object: a lost peer ends it.
-
-        If whoever waited for the call was interrupted meanwhile, that is what the call came to.
-        """
-        if isinstance(error, Exception) and self.failure is not None:
+        """What an error in a call means for the object: a lost peer ends it."""
+        if isinstance(error, Exception) and self.failure is not None:  # its waiter was interrupted
             raise afresh(self.failure) from None
         if isinstance(error, PeerTimeout):
             gone = self.gone

@@ -37,9 +37,7 @@ class Plan(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Routing of the rows that a dispatch returns; see :class:`tokenyard.Received`. What a layout
-    lacks is empty.
-    """
+    """Routing of returned rows, as in :class:`tokenyard.Received`. What a layout lacks is empty."""
 
     topk_idx: Tensor  # FLAT [N, K]
     weights: Tensor  # FLAT [N, K], else [rows]; float32
@@ -96,20 +94,15 @@ class Handle:
         return self.spec.layout
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """As ``Tensor.record_stream``, of what a GPU's calls with this handle read.
-
-        Needed if they are made on ``stream``, the dispatch was made on another, and the handle may
-        be let go before they are done.
-        """
+        """As ``Tensor.record_stream``, of what a GPU's calls with this handle read: needed if they
+        are made on ``stream``, the dispatch was made on another, and the handle may be let go
+        before they are done."""
         keep_for((*self.plan, *self.arrived), stream)
 
     def rows_between(self, num_ranks: int | None = None) -> Tensor | None:
         """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.
-
-        None where the host does not know: static shapes, or more ranks than ``MOST_MATRIX_RANKS``.
-
-        Raises:
-            ValueError: ``num_ranks`` is not the R of the handle.
+        None where the host does not know: static shapes, or more than ``MOST_MATRIX_RANKS`` ranks.
+        ValueError: ``num_ranks`` is not the R of the handle.
         """
         if num_ranks not in (None, self.num_ranks):
             raise ValueError(

@@ -1,9 +1,7 @@
 """The header that ranks exchange before rows move: what call this is, with which arguments, and how
-many rows follow.
-
-Every rank sees every rank's header, so that all come to the same verdict: go on, or raise
-(``Mismatch``, ``PeerError``, or the rank's own ``ValueError``). Numbers from a peer are checked
-here before anything is sized or addressed by them.
+many rows follow. Every rank sees every rank's, so that all come to the same verdict: go on, or
+raise (``Mismatch``, ``PeerError``, or the rank's own ``ValueError``). Numbers from a peer are
+checked here before anything is sized or addressed by them.
 """
 
 from __future__ import annotations
@@ -53,9 +51,7 @@ class Fingerprint:
 
 
 class CallKind(NamedTuple):
-    """What a fingerprint is made of, besides the number of the call and its routing. Of the payload
-    dtypes and widths count.
-    """
+    """What a fingerprint is made of, besides the call's number and routing. No payload's values."""
 
     op: int
     payload: Payload
@@ -119,9 +115,7 @@ STATUS = _FINGERPRINT + len(_NAMES)
 """This word says whether the rank goes on; two more say where and what a bad id is."""
 _TEXT = STATUS + 4
 ROUTING = _TEXT + TEXT_WORDS
-"""Digest of the sender's routing. All of them together tell one routing from another, on every rank
-alike.
-"""
+"""Digest of the sender's routing. All together tell one routing from another, on every rank."""
 NUM_TOKENS, NUM_ROWS = ROUTING + 1, ROUTING + 2
 COUNTS = NUM_ROWS + 1
 """From this word on: rows for each of the receiver's experts, as many words as the rank with most
@@ -204,13 +198,9 @@ def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str
 
 
 def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
-    """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of those that are
-    absent) call for.
-
-    Raises:
-        ValueError: this rank's own ids are out of range.
-        Mismatch: ranks disagree on the call or its arguments.
-        PeerError: another rank refused its arguments, or sent counts that cannot be.
+    """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of absent ones) call
+    for. ValueError: this rank's own ids are out of range. Mismatch: ranks disagree on the call or
+    its arguments. PeerError: another rank refused its own, or sent counts that cannot be.
     """
     everybody = cast("list[list[int]]", headers.tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = {peer: everybody[peer] for peer in config.members}

@@ -1,5 +1,4 @@
-"""Start ranks: local processes around a store that the parent holds (no port to guess), or the
-ranks of ``torchrun``.
+"""Start ranks: local processes around a store that the parent holds, or those of ``torchrun``.
 
 Local processes are forks of a process that has torch, this package and the main program imported
 (multiprocessing's fork server): some ten milliseconds each, where a new interpreter takes seconds.
@@ -14,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -41,9 +40,7 @@ _wanted: list[str] = []
 
 
 def preload(*modules: str) -> None:
-    """Have all ranks be forks of a process that has these modules, which are found as this process
-    finds them. Too late once there has been a rank.
-    """
+    """Have ranks be forks of a process that has these modules. Too late once there was a rank."""
     _wanted.extend(modules)
 
 
@@ -70,26 +67,18 @@ def under_torchrun() -> bool:
 
 
 def local_store() -> dist.TCPStore:
-    """A store on a free loopback port, held by the calling (parent) process; children reach it by
-    ``.port``.
-    """
+    """A store on a free loopback port, held by this process; children reach it by ``.port``."""
     return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 def backend_for(device: str, world_size: int) -> str:
-    """``nccl`` where every rank has a GPU of its own, ``gloo`` elsewhere (also for several ranks on
-    one GPU).
-    """
+    """``nccl`` where every rank has a GPU of its own, ``gloo`` elsewhere (shared GPUs too)."""
     return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
 
 
-@contextmanager
-def joined_by_launcher(device: str = "cpu") -> Generator[torch.device, None, None]:
-    """Be the rank that ``torchrun`` made this process, for a while; yields the device to
-    work on.
-    """
-    with joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as here:
-        yield here
+def joined_by_launcher(device: str = "cpu") -> AbstractContextManager[torch.device]:
+    """Be the rank that ``torchrun`` made this process, for a while; yields the device to use."""
+    return joined(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
 
 
 @contextmanager
@@ -102,11 +91,9 @@ def joined(
     name: str = "",
     timeout: float = 600.0,
 ) -> Generator[torch.device, None, None]:
-    """Be rank ``rank`` of a process group for a while; yields the device to work on.
-
-    ``port`` is that of the parent's :func:`local_store`, and ``name`` sets this group apart from
-    others in that store. Without a port the launcher's environment (``torchrun``) says where the
-    others are.
+    """Be rank ``rank`` of a process group for a while; yields the device to work on. ``port``: of
+    the parent's :func:`local_store`, in which ``name`` sets this group apart; without one the
+    launcher's environment (``torchrun``) says where the others are.
     """
     here = torch.device("cpu")
     if device == "cuda":
@@ -149,10 +136,8 @@ def _rank_main(
 
 
 def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
-    """Run ``fn(device, *args)`` on ``world_size`` local ranks and return their results in rank
-    order.
-
-    The first rank that raises ends the others; its traceback is the message of the ``RuntimeError``
+    """Run ``fn(device, *args)`` on ``world_size`` local ranks; their results in rank order. The
+    first rank that raises ends the others; its traceback is the message of the ``RuntimeError``
     raised here. Only ``NotSupported``, of which the message says all, is raised as it is.
     """
     store = local_store()

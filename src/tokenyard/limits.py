@@ -1,8 +1,6 @@
 """How large things may be that arguments alone decide: checked before anything is exchanged or
-allocated.
-
-``docs/reference/semantics.md``, Limits, has the list. What tokens bring themselves is not bounded
-here: it costs no more than the data.
+allocated (``docs/reference/semantics.md``, Limits). What tokens bring themselves is not bounded: it
+costs no more than the data.
 """
 
 from __future__ import annotations
@@ -39,10 +37,8 @@ def memory_of(device: torch.device) -> int:
 
 
 def most_result_bytes(device: torch.device | None, sharing: int) -> int:
-    """Bytes that a result may take whose size is known ahead: half of the memory, as the experts'
-    output takes as much again.
-
-    ``device``: None for host memory. ``sharing``: ranks that share it.
+    """Bytes that a result may take whose size is known ahead: half of the memory of ``device``
+    (None: host), as the experts' output takes as much again. ``sharing``: ranks that share it.
     """
     return memory_of(torch.device("cpu") if device is None else device) // (2 * sharing)
 
@@ -57,17 +53,6 @@ def check_symmetric(num_bytes: int, device: torch.device, argument: str) -> None
         )
 
 
-def check_view(config: Config, dtype: torch.dtype, most: int) -> None:
-    """Raise unless rows of a call in place can lie in ``most`` bytes of symmetric memory."""
-    num_bytes = config.padded_rows * config.hidden * dtype.itemsize
-    if num_bytes > most:
-        raise ValueError(
-            f"max_tokens_per_rank ({config.max_tokens_per_rank}) x {config.world_size} ranks takes "
-            f"{num_bytes} bytes for in_place=True, but it may take {most} (half of the rank's "
-            "share of the memory): make it smaller, or use in_place=False"
-        )
-
-
 def check_result(
     payload: Payload,
     mode: Quantize | None,
@@ -76,10 +61,8 @@ def check_result(
     counts_by_most: bool,
     most: int,
 ) -> None:
-    """Raise unless rows of a fresh dispatch can be counted, and unless those that it makes whatever
-    comes fit into ``most`` bytes.
-
-    ``counts_by_most``: what the engine says (``Engine``). The same on all ranks that say the same.
+    """Raise unless rows of a fresh dispatch can be counted, and those that it makes whatever comes
+    fit into ``most`` bytes. The same on all ranks that say the same.
     """
     local, padded, flat = config.most_local_experts, config.padded_rows, spec.layout is Layout.FLAT
     tokens, width = payload.x.shape[0], 1 if flat else min(config.num_topk, local)

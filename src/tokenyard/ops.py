@@ -1,8 +1,6 @@
 """Custom operators: dispatch and combine as ``torch.compile`` and dispatch modes (selective
-checkpointing, say) see them. ``autograd.py`` gives them their derivatives.
-
-An operator, or a graph of autograd, knows its object by number, as arguments of operators are
-tensors and numbers. The table of objects holds none alive.
+checkpointing, say) see them; ``autograd.py`` has their derivatives. An operator, or a graph of
+autograd, knows its object by number: operators take tensors and numbers.
 """
 
 from __future__ import annotations
@@ -91,8 +89,6 @@ def retire(number: int) -> None:
     _recovered.add(number)
 
 
-# Operators
-
 Below = Callable[..., Any]
 """``below(operator, *arguments)`` calls an operator behind autograd."""
 
@@ -169,9 +165,6 @@ def _apart(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-# dispatch
-
-
 def _dispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
     topk_idx, weights, owner, numbers, quantize, ticket = given
     spec, mode = spec_of(numbers), mode_of(quantize)
@@ -240,9 +233,6 @@ dispatch_op = define(
 )
 
 
-# cached dispatch
-
-
 def _redispatch(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     plan, owner, numbers, raw, ticket = given
     calls, mode = _called(owner, CACHED), mode_of(*numbers[4:])
@@ -267,9 +257,6 @@ redispatch_op = define(
 )
 
 
-# combine
-
-
 def _combine(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     weights, reduce_weights, bias, plan, owner, numbers, raw, ticket = given
     calls = _called(owner, COMBINE)
@@ -291,9 +278,6 @@ combine_op = define(
     _combine,
     _combine_shapes,
 )
-
-
-# As calls of an object
 
 
 class Operators:

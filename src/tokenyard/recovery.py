@@ -1,6 +1,4 @@
-"""Going on with the ranks that are left: the part of :class:`ExpertParallel` that lasts from one
-epoch to the next.
-"""
+"""Going on with the ranks that are left: what of :class:`ExpertParallel` lasts across epochs."""
 
 from __future__ import annotations
 

@@ -12,10 +12,8 @@ from tokenyard.routing import host_ints, merge_picks, merge_weights
 
 
 def check_replicas(replicas: Any, num_experts: int) -> Tensor:
-    """A table of replicas as int64 on the host.
-
-    Raises:
-        ValueError: it is no ``[logical experts, copies]`` table of expert ids, each in it once.
+    """A table of replicas, ``[logical experts, copies]`` expert ids, as int64 on the host.
+    ValueError: it is none, or an expert is in it twice.
     """
     try:
         table: Any = torch.as_tensor(replicas, device="cpu")
@@ -44,10 +42,8 @@ def check_replicas(replicas: Any, num_experts: int) -> Tensor:
 
 
 class Redirect:
-    """Where picks go once ranks are gone (``Config.absent``).
-
-    ``replicas [logical experts, copies]``: experts of a row have the same weights. A pick of one
-    that is gone goes to the next one in its row that is not, first behind it, then from the front.
+    """Where picks go once ranks are gone (``Config.absent``): a pick of an expert that is gone goes
+    to the next one in its row of ``replicas`` that is not, first behind it, then from the front.
     """
 
     def __init__(self, config: Config, replicas: Tensor | None) -> None:
@@ -73,9 +69,7 @@ class Redirect:
         return torch.where(inside, there.to(topk_idx.dtype), topk_idx)
 
     def lost_weights(self, topk_idx: Tensor, topk_weights: Tensor | None) -> Tensor:
-        """What each token's picks weigh that go nowhere (``docs/reference/semantics.md``, Combine):
-        ``[T]`` float32. Without weights each merged pick counts 1.
-        """
+        """What picks weigh that go nowhere (unweighted: 1 each, if merged): ``[T]`` float32."""
         merged = merge_picks(topk_idx, None, static=True)
         lacks = (merged.topk_idx >= 0) & (self.picks(merged.topk_idx) < 0)
         weights = torch.ones(lacks.shape, device=lacks.device)

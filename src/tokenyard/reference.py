@@ -1,9 +1,8 @@
 """The oracle: everything ``docs/reference/semantics.md`` states, in plain torch, in one process
-that holds every rank's data.
+that holds every rank's data. Slow and obvious on purpose, and independent of the engines.
 
-Slow and obvious on purpose, and independent of the engines. Tensors are on the CPU. Lists of
-tensors have one entry per rank. Letters: T tokens on a rank, K picks, R ranks, L experts on a rank,
-H hidden, M ``max_tokens_per_rank``, N rows.
+Tensors are on the CPU. Lists of tensors have one entry per rank. Letters: T tokens on a rank, K
+picks, R ranks, L experts on a rank, H hidden, M ``max_tokens_per_rank``, N rows.
 """
 
 from __future__ import annotations
@@ -116,9 +115,7 @@ def dispatch(
         capacity: rows that a rank can hold (``EXPERT_MAJOR``); later ones are dropped.
         quantize: how to cast ``x`` first.
 
-    Raises:
-        ValueError: ``EXPERT_PADDED`` without M or with more than M tokens, or ``capacity`` with
-            another layout.
+    ValueError: ``EXPERT_PADDED`` without M or with more tokens, or ``capacity`` elsewhere.
     """
     _check_dispatch(topk_idx, layout, max_tokens_per_rank, capacity)
     sent = _send(x, topk_idx, topk_weights, quantize)
@@ -237,10 +234,8 @@ def _places(local: list[list[Pick]], form: _Form) -> list[Pick | None]:
 
 
 def _row_of_pick(places: list[Pick | None], topk_idx: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Per source rank ``[T, K]`` int64: the row made for each pick, -1 if there is none here.
-
-    A ``FLAT`` row stands for all local picks of its token, but is entered at the first only:
-    combine adds it once.
+    """Per source rank ``[T, K]`` int64: the row made for each pick, -1 if there is none here. A
+    ``FLAT`` row is entered at the first local pick of its token only: combine adds it once.
     """
     tables = [lists(torch.full_like(idx, -1)) for idx in topk_idx]
     for row, pick in enumerate(places):
@@ -315,9 +310,7 @@ def combine(
         absent: per owner, ranks whose sums do not come to it (engine low_latency).
         owners: ranks whose sums are returned, in this order; None is all.
 
-    Raises:
-        ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` with
-            another layout.
+    ValueError: ``weighted`` with ``FLAT`` or without weights, or ``reduce_weights`` elsewhere.
     """
     _check_combine(received[0], weighted, topk_weights is not None, reduce_weights is not None)
     row_weights = _combine_weights(received, topk_weights) if weighted else [None] * len(received)

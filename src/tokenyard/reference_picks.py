@@ -12,16 +12,11 @@ from torch import Tensor
 def merge_picks(
     topk_idx: Tensor, topk_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Let the first of a token's equal picks hold them all.
+    """Let the first of a token's equal picks (``[T, K]`` int64 or int32, -1: none) hold them all.
 
-    Args:
-        topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 for none.
-        topk_weights: ``[T, K]`` float32, or None.
-
-    Returns:
-        ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick order,
-            0 where ``idx`` is -1) or None, and ``first_pick [T, K]`` int64: the position that now
-            holds this pick (its own, if unmerged).
+    Returns ``idx [T, K]`` (later equal picks are -1), ``weights [T, K]`` float32 (summed in pick
+    order, 0 where ``idx`` is -1) or None, and ``first_pick [T, K]`` int64: the position that now
+    holds this pick (its own, if unmerged).
     """
     idx = topk_idx.clone()
     weights = None if topk_weights is None else topk_weights.to(torch.float32, copy=True)
@@ -44,11 +39,8 @@ def merge_picks(
 def lost_weights(
     topk_idx: Tensor, topk_weights: Tensor | None, rows_of_picks: Sequence[Tensor]
 ) -> Tensor:
-    """What the merged picks weigh that no rank has a row for, added in pick order: ``[T]`` float32.
-
-    Args:
-        topk_idx, topk_weights: of one owner, as given; without weights every pick weighs 1.
-        rows_of_picks: per rank ``[T, K]``, -1 for no row.
+    """What the merged picks of an owner weigh (without weights: 1 each) that no rank has a row for
+    (per rank ``[T, K]``, else -1), added in pick order: ``[T]`` float32.
     """
     idx, weights, _ = merge_picks(topk_idx, topk_weights)
     lacks = idx >= 0

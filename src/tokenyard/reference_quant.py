@@ -20,12 +20,9 @@ _NOT_FINITE = 255
 
 
 def quantize(x: Tensor, mode: Quantize) -> Quantized:
-    """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3.
-
-    Returns:
-        ``data [T, H]`` float8_e4m3fn and ``scales``: ``[T, ceil(H / 128)]`` float32, for
-            ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group with NaN or infinity has the
-            exponent byte 255 or a non-finite scale. ``MXFP8``: see :func:`_to_mx`.
+    """Cast ``x [T, H]`` (float32, bf16 or fp16) to E4M3: ``data [T, H]`` float8_e4m3fn and
+    ``scales [T, ceil(H / 128)]`` float32, for ``FP8_UE8M0`` ``[T, ceil(H / 512)]`` int32. A group
+    with NaN or infinity has the exponent byte 255 or a non-finite scale. ``MXFP8``: :func:`_to_mx`.
     """
     if mode is Quantize.MXFP8:
         return _to_mx(x)
@@ -46,13 +43,9 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 
 
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """``data * scale`` in float32, rounded once to ``dtype``.
-
-    Args:
-        data: ``[..., H]`` float8 or int8.
-        scales: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent
-            bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
-        dtype: of the result ``[..., H]``.
+    """``data [..., H]`` (float8 or int8) ``* scale`` in float32, rounded once to ``dtype``.
+    ``scales``: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent
+    bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
     """
     hidden = data.shape[-1]
     if scales.dtype == torch.float8_e8m0fnu:
@@ -68,11 +61,9 @@ def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
 
 def _to_mx(x: Tensor) -> Quantized:
     """OCP Microscaling Formats (MX) specification 1.0, section 6.3: per block of 32 channels
-    ``X = 2 ** (floor(log2(amax)) - 8)``, elements ``e4m3(x / X)``, at most 448.
-
-    X is at least ``2 ** -127``, also for zeros. A block with a NaN or an infinity is all NaN.
-
-    Returns: ``data [T, H]`` and ``scales [T, ceil(H / 32)]`` float8_e8m0fnu.
+    ``X = 2 ** (floor(log2(amax)) - 8)``, elements ``e4m3(x / X)``, at most 448. X is at least
+    ``2 ** -127``, also for zeros. A block with a NaN or an infinity is all NaN. ``data [T, H]``
+    and ``scales [T, ceil(H / 32)]`` float8_e8m0fnu.
     """
     num_tokens, hidden = x.shape
     blocks = pad(x.double(), (0, -hidden % _MX_BLOCK)).reshape(
@@ -90,9 +81,7 @@ def _to_mx(x: Tensor) -> Quantized:
 
 
 def _cast(groups: Tensor, factors: Tensor, hidden: int) -> Tensor:
-    """``e4m3(groups [T, G, 128] * factors [T, G])``, without the padding of the last group: ``[T,
-    H]``. Every NaN is 0x7F.
-    """
+    """``e4m3(groups [T, G, 128] * factors [T, G])`` unpadded: ``[T, H]``. Every NaN is 0x7F."""
     scaled = groups * factors[..., None]
     # The sign of a NaN is the processor's choice.
     scaled = torch.where(scaled.isnan(), float("nan"), scaled)

@@ -1,8 +1,6 @@
 """How the ranks of one ``ExpertParallel`` find each other, and make sure that they were made with
-the same arguments.
-
-Through the group's store, not through a collective: a rank that stays away is named within the
-timeout, whatever the backend, and a rank that refuses its arguments tells the others why.
+the same arguments. Through the group's store, not through a collective: a rank that stays away is
+named within the timeout, whatever the backend, and one that refuses its arguments says why.
 
 Constructions on a group are rounds, numbered by what the store says and not by what a rank
 remembers:
@@ -134,14 +132,9 @@ def agree(
     host: str = "",
 ) -> tuple[dist.Store, list[str]]:
     """Publish this rank's arguments (or why it refuses them), read everybody's, and raise unless
-    all agree.
-
-    Returns a part of ``store`` for what these ranks make now, and everybody's ``host`` by rank
-    (nothing if this rank refuses).
-
-    Args:
-        store: of the group, the same for every construction on it.
-        timeout: seconds; whatever was given, if it is what this rank refuses.
+    all agree: a part of ``store`` for what these ranks make now, and everybody's ``host`` by rank
+    (nothing if this rank refuses). ``store``: of the group, the same for every construction on it.
+    ``timeout``: seconds; whatever was given, if it is what this rank refuses.
 
     Raises:
         PeerTimeout: a rank did not come in time, or one gave up before all had come.

@@ -31,9 +31,8 @@ class Later:
         work: Work | None = None,
         fields: dict[str, Any] | None = None,
     ) -> None:
-        """``fields``: of a call that is done; else ``finish`` brings them. ``work``: what there is
-        to wait for without finishing the call.
-        """
+        """``fields``: of a call that is done; else ``finish`` brings them. ``work``: to wait for it
+        without finishing it."""
         self._finish, self._work = finish, work
         if fields is not None:
             self.__dict__.update(fields)
@@ -46,10 +45,7 @@ class Later:
 
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting
-        again does nothing.
-
-        Raises:
-            PeerTimeout, PeerError, Mismatch, ValueError: whatever the call came to.
+        again does nothing. PeerTimeout, PeerError, Mismatch, ValueError: what the call came to.
         """
         finish, self._finish = self._finish, None
         if finish is None:
@@ -130,8 +126,7 @@ class Received(Later):
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``x * scales`` as ``dtype``, in the shape of ``x``; differentiable straight through to
-        the dispatched tensor.
-        """
+        the dispatched tensor."""
         scales = self.scales
         if scales is None:
             raise ValueError(
@@ -161,13 +156,8 @@ class Combined(Later):
 
 
 def by_column(scales: Tensor) -> Tensor:
-    """Scales ``[L, R * M, S]`` copied so that they lie column by column in each block: a view of
-    ``[L, S, R * M]``.
-
-    A single column lies as it is, with strides as usual: ``contiguous().view(torch.uint8)`` would
-    not take others.
-    """
-    if scales.shape[2] == 1:
+    """Scales ``[L, R * M, S]`` copied to lie by column in a block: a view of ``[L, S, R * M]``."""
+    if scales.shape[2] == 1:  # lies so: contiguous().view(torch.uint8) would not take other strides
         return scales
     return scales.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
@@ -175,9 +165,7 @@ def by_column(scales: Tensor) -> Tensor:
 def received_fields(
     x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The attributes of a :class:`Received`. ``rows_shape`` is ``(N,)`` or ``(L, R * M)``; ``x``,
-    scales and source may have it.
-    """
+    """The attributes of a :class:`Received`; ``x``, scales and source may have ``rows_shape``."""
     arrived, layout = handle.arrived, handle.spec.layout
     flat, source = layout is Layout.FLAT, arrived.source
     weights, ids = arrived.weights if handle.has_weights else None, arrived.topk_idx

@@ -1,5 +1,4 @@
-"""The plan: who sends which row where. Pure integer functions on any device; no communication, no
-payload.
+"""The plan: who sends which row where. Integers on any device; no communication, no payload.
 
 ``docs/reference/semantics.md`` defines the terms. Functions marked *static* never ask the host for
 a value, so that a CUDA graph can hold them; the others may (``nonzero``). All index tensors are
@@ -74,9 +73,7 @@ class Merged(NamedTuple):
 
 def merge_picks(topk_idx: Tensor, topk_weights: Tensor | None, *, static: bool = False) -> Merged:
     """Let the first pick of an expert in a token stand for all of them; weights add in pick order.
-
-    Static if asked; otherwise the host looks whether there is anything to merge, which usually
-    there is not.
+    Static if asked; else the host looks whether there is anything to merge, as usually is not.
 
     >>> merge_picks(torch.tensor([[7, 3, 7]]), torch.tensor([[0.5, 0.25, 1.0]]))[:2]
     (tensor([[ 7,  3, -1]]), tensor([[1.5000, 0.2500, 0.0000]]))
@@ -137,9 +134,8 @@ def count_keys(keys: Tensor, num_keys: int) -> Tensor:
     flat = keys.reshape(-1)
     inside = (flat >= 0) & (flat < num_keys)
     bins = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys.device)
-    return bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())[
-        :num_keys
-    ]
+    bins.scatter_add_(0, torch.where(inside, flat, num_keys).long(), inside.long())
+    return bins[:num_keys]
 
 
 def send_order(in_ranks: Tensor) -> Tensor:
@@ -227,15 +223,12 @@ def place_rows(
     """
     arrived, num_picks = local_idx.shape
     flat = torch.where(local_idx < 0, num_local, local_idx).reshape(-1).long()
-    pairs = (
-        torch.arange(flat.numel(), device=flat.device)
-        if static
-        else (flat < num_local).nonzero().squeeze(1)
-    )
+    every = torch.arange(flat.numel(), device=flat.device)
+    pairs = every if static else (flat < num_local).nonzero().squeeze(1)
     ordered, order = torch.sort(flat[pairs], stable=True)
     pairs = pairs[order]
     first = torch.nn.functional.pad(count_keys(flat, num_local).cumsum(0), (1, 0))
-    place = starts[ordered] + torch.arange(pairs.numel(), device=flat.device) - first[ordered]
+    place = starts[ordered] + every[: pairs.numel()] - first[ordered]
     place = torch.where((ordered < num_local) & (place < num_rows), place, num_rows)
     gather = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=flat.device)
     gather.scatter_(0, place, pairs.div(max(num_picks, 1), rounding_mode="floor"))

@@ -1,9 +1,8 @@
-"""Rows on the wire: payload, scales, token, ids and weights of one row side by side, moved as whole
-words by torch.
+"""Rows on the wire, moved as whole words by torch: ``[payload | scales | token | ids | weights]``.
 
-A row is ``[payload | scales | token | ids | weights]``; everything behind the payload is made of
-4-byte words, and scales and token begin at multiples of 16 bytes. Because rows from one peer follow
-those of another, the buffer that peers fill is already the ``FLAT`` result in another stride.
+Everything behind the payload is made of 4-byte words, and scales and token begin at multiples of 16
+bytes. Because rows from one peer follow those of another, the buffer that peers fill is already the
+``FLAT`` result in another stride.
 """
 
 from __future__ import annotations

@@ -154,8 +154,7 @@ class Stats:
         """Count exchanges of rows of ``row_bytes`` bytes, rows of all of them together."""
         if not calls:
             return
-        self.calls[op] = self.calls.get(op, 0) + calls
-        self.last_wait = [nan] * len(self.last_wait)
+        self.record_unknown(op, calls)
         for peer, (out, into) in enumerate(zip(sent, received, strict=True)):
             self.rows_sent[peer] += out
             self.rows_received[peer] += into
@@ -168,7 +167,7 @@ class Stats:
         self.in_heap += in_heap
         self.through_rings += not in_heap
 
-    def record_unknown(self, op: str) -> None:
-        """Count one exchange of which the host does not learn the rows, nor how long it waited."""
-        self.calls[op] = self.calls.get(op, 0) + 1
+    def record_unknown(self, op: str, calls: int = 1) -> None:
+        """Count exchanges of which the host does not learn the rows, nor how long it waited."""
+        self.calls[op] = self.calls.get(op, 0) + calls
         self.last_wait = [nan] * len(self.last_wait)

@@ -83,11 +83,8 @@ def settle(
     store: dist.Store, rank: int, members: list[int], timeout: float, vote: Vote
 ) -> dict[int, Vote]:
     """Leave the epoch of ``store`` with a ``vote``; the members of the next one, and their votes.
-
-    Raises:
-        RankExpelled: the others have gone on without this rank.
-        StoreLost: the store does not answer.
-        KeyboardInterrupt: this rank takes no further part in the verdict.
+    RankExpelled: the others have gone on without this rank. StoreLost: the store does not answer.
+    KeyboardInterrupt: this rank takes no further part in the verdict.
     """
     if clock_of(store)[2]:  # there only one thread may run
         return _vote(store, rank, members, timeout, vote, lambda: None)
@@ -120,12 +117,7 @@ def _gone(rank: int, why: str) -> StoreLost:
 
 
 def _vote(
-    store: Any,
-    rank: int,
-    members: list[int],
-    timeout: float,
-    vote: Vote,
-    pulse: Callable[[], None],
+    store: Any, rank: int, members: list[int], timeout: float, vote: Vote, pulse: Callable[[], None]
 ) -> dict[int, Vote]:
     store.compare_set(f"vote/{rank}", "", json.dumps(vote))
     votes: dict[int, Vote] = {}

@@ -1,8 +1,7 @@
-"""Ranks as a grid: which ranks share a host, and what to call them.
+"""Ranks as a grid, which is given or read off the hosts that ranks say they are on.
 
 ``rank = node * ranks_per_node + local``. Ranks of one node reach each other fast (NVLink, or a
-host's own memory); nodes reach each other over a network. The grid is given, or read off the hosts
-that ranks say they are on.
+host's own memory); nodes reach each other over a network.
 """
 
 from __future__ import annotations
@@ -76,10 +75,8 @@ class Topology:
 
 
 def this_host() -> str:
-    """A name for the host of this process: machine, boot and network namespace, or what
-    ``TOKENYARD_HOST`` says.
-
-    Containers with networks of their own are hosts of their own, even on one machine.
+    """A name for the host of this process: machine, boot and network namespace (a container with a
+    network of its own is a host of its own), or what ``TOKENYARD_HOST`` says.
     """
     named = os.environ.get(HOST_VARIABLE, "")
     if named:
@@ -94,10 +91,7 @@ def this_host() -> str:
 
 def check_topology(given: Any, world_size: int) -> Topology | None:
     """``topology=`` as the caller gave it: None, a :class:`Topology`, or a pair (num_nodes,
-    ranks_per_node).
-
-    Raises:
-        ValueError: it is none of them, or its ranks are not as many as the group's.
+    ranks_per_node). ValueError: it is none of them, or has more or fewer ranks than the group.
     """
     if given is None:
         return None

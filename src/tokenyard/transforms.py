@@ -65,13 +65,12 @@ def has_tangent(*tensors: Any) -> bool:
     """Whether any of these has a tangent, or may have one (under ``torch.func.jvp``)."""
     if torch.compiler.is_compiling() or not in_forward_mode():
         return False
-    return any(isinstance(tensor, Tensor) and _has_tangent(tensor) for tensor in tensors)
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    if _FUNCTORCH.is_functorch_wrapped_tensor(tensor):
-        return True
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    return any(
+        _FUNCTORCH.is_functorch_wrapped_tensor(tensor)
+        or forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+    )
 
 
 def is_followed(*tensors: Any) -> bool:

@@ -22,8 +22,7 @@ from tokenyard.types import Quantize
 _NOW = When(later=False, after=None)
 """Of a call that nobody asked more of."""
 MOST_KEPT = 256
-"""Calls of which it is kept that they were good: in training all are alike, in serving as many as
-there are batch sizes."""
+"""Calls that are known to be good: in training all are alike, in serving as many as batch sizes."""
 _NO_TANGENTS = (
     "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
     "detach() it"
@@ -31,13 +30,9 @@ _NO_TANGENTS = (
 
 
 class Validation:
-    """Checks what is asked of the calls of one object.
-
-    All methods raise ``ValueError`` or ``NotSupported``.
-
-    Args:
-        device: that calls work on; None: host and CUDA tensors alike.
-        most_bytes: that a result may take whose size is known ahead.
+    """Checks what is asked of the calls of one object; raises ``ValueError`` or ``NotSupported``.
+    ``device``: that calls work on; None: host and CUDA tensors alike. ``most_bytes``: that a result
+    may take whose size is known ahead.
     """
 
     def __init__(self, calls: Calls, device: torch.device | None, most_bytes: int) -> None:
@@ -196,9 +191,7 @@ class Validation:
         options: CallOptions | None,
         derives: bool,
     ) -> When:
-        """When and how a call is to be made. ``derives``: it works on its arguments at once, so
-        ``after`` is waited for here.
-        """
+        """When and how to make a call. ``derives``: it needs its arguments now, so wait here."""
         if async_op is not False or return_hook is not False:
             check_flag("async_op", async_op)
             check_flag("return_hook", return_hook)

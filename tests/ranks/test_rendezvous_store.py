@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from recovering import store_of_test
-from tokenyard.memory.rendezvous_store import RendezvousStore
+from tokenyard.memory.cuda import RendezvousStore
 from tokenyard.testing import Ranks, distributed_test
 
 MEMBERS = [0, 4, 5]

@@ -1,8 +1,5 @@
-"""Calls that block outside of Python, made on a thread of their own: who waits for one here can
-still be interrupted.
-
-Python handles signals between two of its own instructions, so a call that blocks in C++ (gloo, a
-store) would keep Ctrl-C waiting.
+"""Calls that block outside of Python (gloo, a store), on a thread of their own: Python handles
+signals between two of its own instructions, so such a call would keep Ctrl-C waiting.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.errors import PeerTimeout
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.heap import Heap, PoolHeap
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors, wait_until
-from tokenyard.memory.meeting import Meeting
-from tokenyard.memory.rendezvous_store import RendezvousStore
+from tokenyard.memory.meeting import Meeting, wait_for
 from tokenyard.memory.symmetric import Region
 
 _GROUPS = count()
@@ -47,16 +49,14 @@ class DeviceMemory:
         self._kept: list[Any] = []
 
     def host_words(self, count: int) -> Tensor:
-        """Zeroed int64 ``[count]`` in pinned memory; the GPU addresses it by the same
-        ``data_ptr()``. Ask before the gate: it may wait for kernels that run.
-        """
+        """See :class:`SymmetricMemory`. Ask before the gate: it may wait for kernels that run."""
         with torch.cuda.device(self.device):
             words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
         self._kept.append(words)
         return words
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """A context for tensors that kernels may write to: nothing to do on a GPU."""
+        """Nothing to do on a GPU."""
         return _NOTHING
 
     def bind(
@@ -77,21 +77,19 @@ class DeviceMemory:
 
 class CudaMemory(DeviceMemory):
     """Symmetric memory of GPUs in one NVLink (or PCIe peer-to-peer) domain. Making one is not
-    collective.
-
-    Regions live until :meth:`close`. Launches go to the current stream of ``device``.
+    collective. Regions live until :meth:`close`. Launches go to the current stream of ``device``.
 
     Args:
         group: the ranks; every one with a CUDA device of its own on one host
-            (``memory/preflight.py`` tells beforehand). None: the members need no group, if
-            ``store`` is theirs alone.
-        rank, world_size: this rank's place in ``group``.
+            (``memory/preflight.py`` tells beforehand). None: ``store`` is the members' alone.
         device: a CUDA device with its index.
         timeout: seconds that ranks wait for each other in :meth:`allocate`.
         num_sms: multiprocessors that kernels may fill (default: all of the device).
         store: part of a store for this object alone; may be None if this process is alone.
         members: the ranks that there are (default: all).
     """
+
+    wait_until = staticmethod(wait_until)
 
     def __init__(
         self,
@@ -215,10 +213,6 @@ class CudaMemory(DeviceMemory):
     def gate(self) -> None:
         """Nothing: ranks are processes, and no launch of one blocks another's."""
 
-    def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Poll until ``ready()``; False after ``timeout`` seconds."""
-        return wait_until(ready, timeout)
-
     def close(self) -> None:
         """Wait for this rank's GPU, then free its regions and host words."""
         kept, self._kept = self._kept, []
@@ -230,3 +224,57 @@ class CudaMemory(DeviceMemory):
             except BaseException:  # Ctrl-C, and kernels still run there
                 _HELD.append(kept)
                 raise
+
+
+class RendezvousStore(dist.Store):
+    """The store that torch gets while ranks map each other's memory once: ``part``, for this
+    exchange of these ``ranks``, in torch's order, alone.
+
+    torch (``StoreExchange``, C++) names what ranks tell each other by how many exchanges its
+    process has made: ``CUDASymmetricMemory/17/RANK``. Processes of different age would wait for
+    each other's names for ever. Here the first exchange is 0, the next one 1, on every rank. torch
+    calls these methods alone, from C++; its barrier adds. It gets :class:`PeerTimeout` through.
+    """
+
+    def __init__(self, part: dist.Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
+        super().__init__()
+        self._part, self._rank, self._ranks, self._seconds = part, rank, ranks, timeout
+        self._places: dict[str, int] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Say something."""
+        self._part.set(self._here(key), value)  # pyright: ignore[reportArgumentType]
+
+    def get(self, key: str) -> bytes:
+        """What was said, once it is there."""
+        self.wait([key])
+        return self._part.get(self._here(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """What all have said, once it is there."""
+        self.wait(keys)
+        return [self._part.get(self._here(key)) for key in keys]
+
+    def add(self, key: str, value: int) -> int:
+        """Count."""
+        return self._part.add(self._here(key), value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all, for the seconds of this object, whatever torch's are."""
+        del timeout
+        deadline = time.monotonic() + self._seconds
+        for key in keys:
+            if not wait_for(self._part, self._here(key), deadline - time.monotonic()):
+                raise self._lost(key.rsplit("/", 1)[1])
+
+    def _lost(self, place: str) -> PeerTimeout:
+        """``place``: of the rank that did not come, or what a barrier writes last."""
+        peer = self._ranks[int(place)] if place.isdigit() else -1
+        who = f"rank {peer}" if place.isdigit() else "all ranks"
+        text = f"rank {self._rank} waited {self._seconds} s for {who} to map symmetric memory"
+        return PeerTimeout(f"{text}: every rank must come (is one slow or dead?)", peer)
+
+    def _here(self, key: str) -> str:
+        """``exchange 17/RANK`` as ``0/RANK``."""
+        exchange, last = key.rsplit("/", 1)
+        return f"{self._places.setdefault(exchange, len(self._places))}/{last}"

@@ -39,10 +39,8 @@ class Block:
 
 
 class Heap:
-    """One rank's part of ``num_bytes``, from address ``begin`` on.
-
-    Attributes:
-        addresses: int64 ``[R]`` on the device: where each rank's part begins.
+    """One rank's part of ``num_bytes``, from address ``begin`` on. ``addresses``: int64 ``[R]`` on
+    the device, where each rank's part begins.
     """
 
     least, rest = ALIGNMENT, 0
@@ -56,8 +54,7 @@ class Heap:
         self._leaving: list[tuple[int, int, list[Any]]] = []
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """uint8 ``[num_bytes or more]`` over a block of its own, for the current stream; None:
-        there is no room for it."""
+        """uint8 ``[num_bytes or more]``, a block for the current stream; None: there is no room."""
         size = _rounded(max(self.least, num_bytes))
         if self._leaving:
             self._look()
@@ -94,8 +91,7 @@ class Heap:
                     self.give_back(start, number, [])
 
     def _gap(self, size: int) -> tuple[int, int]:
-        """Where the smallest gap of at least ``size`` bytes begins, and its bytes; 0: there is
-        none."""
+        """Where the smallest gap of at least ``size`` bytes begins, and its bytes; 0 of none."""
         best, most, end = 0, 0, 0
         taken = sorted((start, each[0]) for start, each in self._taken.copy().items())
         for start, num_bytes in [*taken, (self.num_bytes, 0)]:
@@ -111,8 +107,7 @@ class Heap:
 
 
 def _rounded(num_bytes: int) -> int:
-    """To few different sizes, at most a 16th more: a block of about the same size fits into the gap
-    that another has left."""
+    """To few sizes, at most a 16th more: blocks of about one size fit into each other's gaps."""
     step = max(ALIGNMENT, 1 << max(0, num_bytes.bit_length() - 5))
     return -(-num_bytes // step) * step
 
@@ -124,10 +119,9 @@ _HELD: list[Any] = []
 class PoolHeap(Heap):
     """In a memory pool of torch's allocator, which holds one segment of symmetric memory. So blocks
     are freed as any tensor is: in the order of their stream, and behind ``record_stream``. The
-    allocator takes the smallest gap, as this class does.
-
-    ``pool``: a ``torch.cuda.MemPool`` whose one segment, of a multiple of 2 MiB, is free. Blocks
-    belong to the stream that is current now, as the segment does.
+    allocator takes the smallest gap, as this class does. ``pool``: a ``torch.cuda.MemPool`` whose
+    one segment, of a multiple of 2 MiB, is free. Blocks belong to the stream that is current now,
+    as the segment does.
     """
 
     least, rest = (1 << 20) + 1, 1 << 20

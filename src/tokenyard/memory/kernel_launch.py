@@ -1,10 +1,8 @@
 """Compile kernels for a GPU and launch them with little Python.
 
 Every parameter of a kernel that is no ``tl.constexpr`` is compiled as an int64, or as a NamedTuple
-of int64 if it is annotated with one; it is specialised on nothing. So there is one machine code per
-(kernel, constants, warps, registers), the same on all ranks, and :func:`compile_for` makes it on
-machines without a GPU too. How the kernel is decorated (``do_not_specialize`` or not) does not
-matter here.
+of int64 if it is annotated with one; it is specialised on nothing, however the kernel is decorated.
+So there is one machine code per (kernel, constants, warps, registers), the same on all ranks.
 """
 
 from __future__ import annotations
@@ -47,25 +45,17 @@ def with_defaults(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
 
 def signature_of(kernel: Any) -> dict[str, Any]:
     """Triton's type of each parameter: ``"i64"``, a NamedTuple of them, or ``"constexpr"``."""
-    names, structs = parameters(kernel), struct_arguments(kernel)
+    names, given = parameters(kernel), inspect.signature(kernel.fn).parameters
+    known = {name: kernel.fn.__globals__.get(str(given[name].annotation)) for name in names.args}
     arguments = {
-        name: structs[name](*["i64"] * len(structs[name]._fields)) if name in structs else "i64"
-        for name in names.args
+        name: each(*["i64"] * len(each._fields)) if hasattr(each, "_fields") else "i64"
+        for name, each in known.items()
     }
     return arguments | dict.fromkeys(names.constants, "constexpr")
 
 
-def struct_arguments(kernel: Any) -> dict[str, Any]:
-    """The NamedTuples among a kernel's arguments, by parameter: those that its annotations name."""
-    given, names = inspect.signature(kernel.fn).parameters, kernel.fn.__globals__
-    known = {name: names.get(str(each.annotation)) for name, each in given.items()}
-    return {name: each for name, each in known.items() if hasattr(each, "_fields")}
-
-
 def wrapped(value: Any) -> Any:
-    """A struct of constants as the compiler takes it: each field a ``tl.constexpr``, structs too.
-    The interpreter takes it bare.
-    """
+    """A struct of constants as the compiler, not the interpreter, takes it: of ``tl.constexpr``."""
     if not hasattr(value, "_fields"):
         return value
     constexpr: Any = importlib.import_module("triton.language").constexpr
@@ -85,9 +75,7 @@ def calls_network(constants: dict[str, Any]) -> bool:
 
 
 def device_library() -> str:
-    """Path of the library that kernels with NVSHMEM's calls are linked with. RuntimeError: torch
-    did not find it, and says where it looked.
-    """
+    """The library that kernels with NVSHMEM's calls are linked with. RuntimeError: not found."""
     found: Any = importlib.import_module("torch.distributed._symmetric_memory._nvshmem_triton")
     return str(found.NvshmemLibFinder.find_device_library())
 
@@ -107,14 +95,9 @@ def compile_for(
     target: Any,
     max_registers: int | None = None,
 ) -> Any:
-    """Compile for ``target`` (:func:`gpu_target`); needs no GPU. Returns Triton's
-    ``CompiledKernel`` (``.asm["ptx"]``, ...).
-
-    Multiply-adds are not fused, so that sums have the same bits as torch's.
-
-    Raises:
-        ValueError: ``constants`` are not the kernel's constexprs, or kernels are interpreted in
-            this process.
+    """Compile for ``target`` (:func:`gpu_target`), without a GPU, to Triton's ``CompiledKernel``
+    (``.asm["ptx"]``, ...). Multiply-adds are not fused, so that sums have the same bits as torch's.
+    ValueError: ``constants`` are not the kernel's constexprs, or this process interprets kernels.
     """
     names, constants = parameters(kernel), with_defaults(kernel, constants)
     if set(constants) != set(names.constants):
@@ -179,18 +162,12 @@ first eight into one GPC; each GPC gets as much of NVLink as any other, so those
 
 
 class Kernels:
-    """The kernels that are loaded on one GPU, and the fast way to launch them. Threads may share
-    it.
+    """The kernels that are loaded on one GPU, and the fast way to launch them, over ``num_sms``
+    multiprocessors each. Threads may share it. RuntimeError: another Triton than 3.6.
 
-    Args:
-        device: a CUDA device with its index.
-        num_sms: multiprocessors that one launch may fill.
-        clustered: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
-            They must all find room at once, beside what they wait for: 0, none, where launches of
-            several ranks share the GPU.
-
-    Raises:
-        RuntimeError: another Triton than 3.6.
+    ``clustered``: programs of the largest launch that is placed in clusters of :data:`CLUSTER`.
+    They must all find room at once, beside what they wait for: 0, none, where launches of several
+    ranks share the GPU.
     """
 
     def __init__(self, device: torch.device, num_sms: int, clustered: int = 0) -> None:
@@ -311,9 +288,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def wait_until(ready: Callable[[], bool], timeout: float, brisk: float = 10e-3) -> bool:
-    """Poll ``ready`` until it is true, letting other threads run; False after ``timeout`` seconds.
-    After ``brisk`` seconds it polls every 100 microseconds only.
-    """
+    """Poll ``ready`` until it is true, letting other threads run (every 100 microseconds after
+    ``brisk`` seconds); False after ``timeout`` seconds."""
     start = time.monotonic()
     while not ready():
         waited = time.monotonic() - start

@@ -96,11 +96,9 @@ class Round:
 
 
 class Meeting:
-    """Numbered meetings of all ranks of one object; every rank holds them in the same order. No
-    rank goes on while another gives up (:class:`Round`).
-
-    The ``store`` is seen by exactly these ``ranks`` (a number of them, or which), or a prefix that
-    belongs to this object. A rank is waited for ``timeout`` seconds.
+    """Numbered meetings of all ranks of one object, in the same order on each. No rank goes on
+    while another gives up (:class:`Round`). The ``store``, or its prefix, is seen by exactly these
+    ``ranks`` (a number of them, or which). A rank is waited for ``timeout`` seconds.
     """
 
     def __init__(
@@ -111,24 +109,17 @@ class Meeting:
 
     def exchange(self, what: str, text: str = "") -> list[str]:
         """Everybody's ``text`` in rank order. ``what`` says in errors what the ranks meet for.
-
-        Raises:
-            PeerTimeout: a rank did not come within the timeout, or another rank gave up before this
-                one came.
-            KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
+        PeerTimeout: a rank did not come within the timeout, or gave up before this one came.
+        KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
         """
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)
         return Round(part, self._rank, self._ranks).come(what, text, self._timeout)
 
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
-        """What ``step()`` returns, once it has worked on every rank. ``what`` and ``remedy`` are
-        for errors.
-
-        Raises:
-            RuntimeError: it raised OSError or RuntimeError on a rank, which is named; where it did
-                itself, that RuntimeError.
-            PeerTimeout: a rank did not come; says what failed here, too.
+        """What ``step()`` returns, once it has worked on every rank. RuntimeError: it raised it or
+        OSError on a rank, which is named with ``what`` and ``remedy``; its own where it did.
+        PeerTimeout: a rank did not come; says what failed here, too.
         """
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
@@ -155,9 +146,7 @@ class Meeting:
         return made[0]
 
     def same_size(self, num_bytes: int, word: str = "") -> list[str]:
-        """Make sure that all ranks ask for ``num_bytes``, a positive multiple of 16 (ValueError:
-        they do not; PeerTimeout). Returns everybody's ``word``.
-        """
+        """Everybody's ``word``. ValueError: not all ask for ``num_bytes``, a multiple of 16."""
         everybody = [
             text.split(" ", 1)
             for text in self.exchange("allocating symmetric memory", f"{num_bytes} {word}")
@@ -198,9 +187,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def check_sizes(sizes: list[int], ranks: Sequence[int] | None = None) -> None:
-    """Raise ``ValueError`` unless all ``ranks`` (default: from 0 on) ask for one multiple of 16
-    bytes that is allowed.
-    """
+    """ValueError: ``ranks`` (default: from 0 on) do not all ask for one multiple of 16 bytes."""
     ranks = range(len(sizes)) if ranks is None else ranks
     for peer, size in zip(ranks, sizes, strict=True):
         if size != sizes[0]:

@@ -1,7 +1,5 @@
-"""GPUs of several nodes: symmetric memory that torch gets from NVSHMEM. Near ranks map it, others
-are reached by device calls.
-
-Written after torch 2.13 (``torch.distributed._symmetric_memory``, ``_nvshmem_triton``).
+"""GPUs of several nodes: symmetric memory that torch (2.13: ``_symmetric_memory``,
+``_nvshmem_triton``) gets from NVSHMEM. Near ranks map it, others are reached by device calls.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from tokenyard.memory.cuda import CudaMemory
 
 PUTS_VARIABLE = "TOKENYARD_PUTS"
 """Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory,
-as it does inside a host. Engine low_latency then puts, through pointers, where there is no NVSHMEM
-too.
-"""
+as inside a host. Engine low_latency then puts, through pointers, where there is no NVSHMEM too."""
 
 
 def is_available() -> bool:
@@ -36,14 +32,9 @@ def puts_are_forced() -> bool:
 
 
 class NvshmemMemory(CudaMemory):
-    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``. Ranks that NVSHMEM
-    does not map have address 0.
-
-    The n-th rank of the group must be NVSHMEM's n-th, so the group must be the whole world.
-
-    Raises:
-        NotSupported: it is not; or this process has made symmetric memory of another kind, which
-            torch does not mix.
+    """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``; those that NVSHMEM
+    does not map have address 0. The group's n-th rank must be NVSHMEM's n-th, so it is the world.
+    NotSupported: it is not; or this process has symmetric memory of another kind.
     """
 
     def __init__(self, *args: Any, ranks_per_node: int, **options: Any) -> None:

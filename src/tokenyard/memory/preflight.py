@@ -1,7 +1,5 @@
-"""Which GPUs cannot reach each other's memory, and why: found out before anything hangs.
-
-Every rank reports what it sees (:func:`report`), the reports travel through the store, and one pure
-function judges them (:func:`unreachable`), so that all ranks come to the same verdict.
+"""Which GPUs cannot reach each other's memory, and why: found out before anything hangs. Every rank
+reports what it sees, and one pure function judges the reports, so that all come to one verdict.
 """
 
 from __future__ import annotations
@@ -24,27 +22,16 @@ ALLOW_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Report(NamedTuple):
-    """What one rank sees.
-
-    Attributes:
-        rank: its number.
-        host: names the running system: host name and boot id.
-        gpu: unique id of its GPU; empty without one.
-        ordinal: of its GPU in this process.
-        visible: unique ids of the GPUs that its process sees, by ordinal.
-        reaches: those of them whose memory its GPU can map.
-        overlap: whether torch was told to let ranks share a device (:data:`ALLOW_OVERLAP`).
-        problem: why there is no GPU to speak of.
-    """
+    """What one rank sees."""
 
     rank: int
-    host: str
-    gpu: str
-    ordinal: int
-    visible: Sequence[str]
-    reaches: Sequence[str]
-    overlap: bool = False
-    problem: str = ""
+    host: str  # names the running system: host name and boot id
+    gpu: str  # unique id; empty without one
+    ordinal: int  # of its GPU in this process
+    visible: Sequence[str]  # unique ids of the GPUs that its process sees, by ordinal
+    reaches: Sequence[str]  # those of them whose memory its GPU can map
+    overlap: bool = False  # whether torch was told to let ranks share a device (ALLOW_OVERLAP)
+    problem: str = ""  # why there is no GPU to speak of
 
 
 class Unreachable(NamedTuple):
@@ -63,14 +50,7 @@ def unreachable_pairs(
     store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: float
 ) -> list[Unreachable]:
     """Collective: all pairs of ranks whose GPUs cannot map each other's memory; the same list on
-    every rank.
-
-    Args:
-        store: part of a store for this call alone.
-        device: what this rank works on.
-
-    Raises:
-        PeerTimeout: a rank did not come within ``timeout`` seconds.
+    every rank. ``store``: part of one for this call alone. PeerTimeout: a rank did not come.
     """
     meeting = Meeting(store, rank, world_size, timeout)
     texts = meeting.exchange("the check of GPUs", json.dumps(report(rank, device)))
@@ -78,9 +58,7 @@ def unreachable_pairs(
 
 
 def report(rank: int, device: torch.device) -> Report:
-    """What this process sees, if it is ``rank`` and works on ``device`` (without an index: the
-    current one).
-    """
+    """What this process sees, if it is ``rank`` on ``device`` (without an index: the current)."""
     nothing = Report(rank, host_name(), "", -1, (), ())
     if device.type != "cuda":
         return nothing._replace(problem=f"works on {device}")
@@ -101,17 +79,13 @@ def report(rank: int, device: torch.device) -> Report:
 
 
 def unreachable_here() -> list[str]:
-    """Every reason why ranks could not share memory if there were one for each GPU that this
-    process sees (for ``tokenyard doctor``).
-    """
+    """Why ranks could not share memory if there were one for each GPU that this process sees."""
     gpus = range(torch.cuda.device_count())
     return list(map(str, unreachable([report(gpu, torch.device("cuda", gpu)) for gpu in gpus])))
 
 
 def host_name() -> str:
-    """Tells running systems apart: containers of one machine have different names, clones of one
-    image other boot ids.
-    """
+    """Tells systems apart: containers of a machine differ in names, clones of an image in boots."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -125,9 +99,7 @@ def _unique_id(ordinal: int) -> str:
 
 
 def unreachable(reports: list[Report]) -> list[Unreachable]:
-    """All pairs of ranks that cannot share memory, in order; a rank without a GPU is paired with
-    itself only.
-    """
+    """All pairs of ranks that cannot share memory, in order; a rank without a GPU with itself."""
     found = [Unreachable(each.rank, each.rank, each.problem) for each in reports if each.problem]
     working = [each for each in reports if not each.problem]
     pairs = [(a, b, _why_not(a, b)) for a, b in combinations(working, 2)]

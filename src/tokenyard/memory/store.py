@@ -12,12 +12,8 @@ import torch.distributed as dist
 
 class CooperativeStore(dist.Store):
     """A dictionary with the interface of ``torch.distributed.Store``; also a base for
-    ``PrefixStore``. ``changes`` counts how often a value was set.
-
-    Args:
-        yield_: called over and over while a rank waits; lets others run.
-        clock: seconds, for timeouts.
-        timeout: seconds that :meth:`get` and :meth:`wait` without a timeout wait.
+    ``PrefixStore``. ``changes`` counts how often a value was set. ``yield_``: called over and over
+    while a rank waits; lets others run. ``clock``: seconds, for timeouts.
     """
 
     def __init__(
@@ -79,11 +75,8 @@ class CooperativeStore(dist.Store):
         limit = self._timeout if timeout is None else timeout
         missing = [key for key in keys if key not in self._values]
         if missing:
-            self._wait_for(
-                lambda: self.check(keys),
-                f"for {missing[0]!r}",
-                self._clock() + limit.total_seconds(),
-            )
+            deadline = self._clock() + limit.total_seconds()
+            self._wait_for(lambda: self.check(keys), f"for {missing[0]!r}", deadline)
         if not self.check(keys):
             missing = [key for key in keys if key not in self._values]
             raise dist.DistStoreError(
@@ -108,9 +101,7 @@ class CooperativeStore(dist.Store):
         self._wait_for(lambda: False, "to look again", self._clock() + seconds)
 
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
-        """Let others run until ``ready()`` or the deadline on the clock. ``what`` says what is
-        waited for.
-        """
+        """Let others run until ``ready()`` or the deadline. ``what``: is waited for."""
         del what
         while not ready() and self._clock() < deadline:
             self._yield()

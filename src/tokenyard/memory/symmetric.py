@@ -1,8 +1,6 @@
-"""What engines with one-sided kernels need from a machine; one provider per kind of machine.
-
-Providers: ``memory/cuda.py`` (GPUs that map each other's memory, through torch symmetric memory),
-``memory/nvshmem.py`` (GPUs of several nodes), ``testing/simulator`` (ranks as coroutines on the
-CPU, every schedule by seed). ``tests/kit`` has more.
+"""What engines with one-sided kernels need from a machine. Providers: ``memory/cuda.py`` (GPUs that
+map each other's memory), ``memory/nvshmem.py`` (GPUs of several nodes), ``testing/simulator``
+(ranks as coroutines on the CPU, every schedule by seed), and ``tests/kit``.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ class SymmetricMemory(Protocol):
     num_sms: int
     """Multiprocessors that the kernels of this rank may fill."""
     ranks_per_node: int
-    """Ranks of other nodes than my own are reached by NVSHMEM only, and have no address in a
-    :class:`Region`. 0: there are none.
-    """
+    """Ranks of other nodes are reached by NVSHMEM only, without address in a Region. 0: none."""
     early: bool
     """Programs of a kernel that waits for it itself may be set up before the launch ahead is over:
     the GPU can, no other rank has it, and this object may fill it, so no call of another object
@@ -55,21 +51,13 @@ class SymmetricMemory(Protocol):
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on
-        every rank.
-
-        Raises:
-            PeerTimeout: a rank did not come.
-            ValueError: ranks asked for different sizes.
+        every rank. PeerTimeout: a rank did not come. ValueError: they asked for different sizes.
         """
         ...
 
     def heap(self, num_bytes: int) -> Heap:
         """Collective: a heap of ``num_bytes`` on every rank. Memory of several nodes has none.
-
-        Raises:
-            RuntimeError: some rank cannot have it; on every rank.
-            PeerTimeout, ValueError: as in :meth:`allocate`.
-        """
+        RuntimeError, on all: some rank cannot have it. Else as :meth:`allocate`."""
         ...
 
     def host_words(self, count: int) -> Tensor:
@@ -90,13 +78,9 @@ class SymmetricMemory(Protocol):
         **constants: Any,
     ) -> Callable[..., None]:
         """Compile and load ``kernel`` (may wait for the device), to be launched with integers:
-        addresses and numbers.
-
-        Calling the result queues ``grid`` programs, all resident together, behind this rank's
-        earlier launches. No argument is specialised on; ``constants`` are the kernel's constexprs.
-
-        Raises:
-            ValueError: ``grid`` programs do not fit on the device together.
+        that queues ``grid`` programs, all resident together, behind this rank's earlier launches.
+        No argument is specialised on; ``constants`` are the kernel's constexprs. ValueError:
+        ``grid`` programs do not fit on the device together.
         """
         ...
 
