@@ -363,23 +363,14 @@ def bind_combine(
     share = max(1, hidden // tuning.shares)
     biases = (*map(kernel_type, bias), None, None)
     k = CombineConfig(
-        sizes=workspace.sizes,
-        hidden=workspace.config.hidden,
-        shares=tuning.shares,
-        share=share,
-        sent_block=min(hidden, tuning.sent_channels),
-        added_block=min(share, tuning.added_channels),
-        dtype=kernel_type(dtype),
-        weighted=weighted,
-        bias0=biases[0],
-        bias1=biases[1],
+        sizes=workspace.sizes, hidden=workspace.config.hidden, shares=tuning.shares, share=share,
+        sent_block=min(hidden, tuning.sent_channels), added_block=min(share, tuning.added_channels),
+        dtype=kernel_type(dtype), weighted=weighted, bias0=biases[0], bias1=biases[1],
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
         chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, workspace.config.max_tokens_per_rank),
-        lost=lost and stages.receive,
-        stages=stages,
-        early=workspace.memory.early,
-    )
+        lost=lost and stages.receive, stages=stages, early=workspace.memory.early,
+    )  # fmt: skip
     return workspace.bind(low_combine_kernel, k)
 
 

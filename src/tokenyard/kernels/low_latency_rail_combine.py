@@ -16,12 +16,8 @@ from tokenyard.kernels.low_latency_memory import (
 )  # fmt: skip
 from tokenyard.kernels.low_latency_rail import neighbours, rail_of
 from tokenyard.kernels.low_latency_waits import (
-    are_active,
-    is_active,
-    look,
-    wait_flags,
-    wait_weights,
-)
+    are_active, is_active, look, wait_flags, wait_weights,
+)  # fmt: skip
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ints, peer_base
 

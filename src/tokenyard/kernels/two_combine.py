@@ -37,14 +37,8 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import (
-    Chunk,
-    CombineConfig,
-    Partials,
-    Sums,
-    send_sums_chunk,
-    tiles_of,
-    types_of,
-)
+    Chunk, CombineConfig, Partials, Sums, send_sums_chunk, tiles_of, types_of,
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (

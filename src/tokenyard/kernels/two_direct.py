@@ -77,15 +77,8 @@ from tokenyard.kernels.two_region import (
     table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME,
-    OVER,
-    begin_tasks,
-    dealt,
-    flush_signals,
-    next_step,
-    place_in_round,
-    reports,
-)
+    ON_TIME, OVER, begin_tasks, dealt, flush_signals, next_step, place_in_round, reports,
+)  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
 

@@ -22,24 +22,12 @@ from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.place import experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import (
-    first_in,
-    head_of,
-    in_bound,
-    owner_of,
-    peer_base,
-    sent_to,
-    tail_of,
-)
+    first_in, head_of, in_bound, owner_of, peer_base, sent_to, tail_of,
+)  # fmt: skip
 from tokenyard.kernels.structs import Batch, Hop
 from tokenyard.kernels.sync import (
-    TIMED_OUT,
-    give_up,
-    give_up_on_one,
-    lacking,
-    load_acquire,
-    look_at_all,
-    words,
-)
+    TIMED_OUT, give_up, give_up_on_one, lacking, load_acquire, look_at_all, words,
+)  # fmt: skip
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
     ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,

@@ -48,23 +48,12 @@ from tokenyard.kernels.two_region import (
     table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME,
-    OVER,
-    begin_tasks,
-    dealt,
-    defer_signal,
-    next_step,
-    place_in_round,
-    reports,
+    ON_TIME, OVER, begin_tasks, dealt, defer_signal, next_step, place_in_round, reports,
     tasks_of_worker,
-)
+)  # fmt: skip
 from tokenyard.kernels.two_sums import (
-    Tokens,
-    add_nodes,
-    elements_before,
-    in_network_ring,
-    in_place_sum,
-)
+    Tokens, add_nodes, elements_before, in_network_ring, in_place_sum,
+)  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
 
