@@ -133,14 +133,11 @@ class Signatures:
         elif scales is not None:
             scales = like(scales)
         arrived = Arrived(
-            topk_idx=ints,
-            weights=like(likes.weights) if weighted else self._floats,
-            source=like(likes.source),
-            tokens_per_expert=like(likes.tokens_per_expert),
-            expert_offsets=ints if padded else blocks,
-            source_ranges=blocks if padded else ints,
+            topk_idx=ints, weights=like(likes.weights) if weighted else self._floats,
+            source=like(likes.source), tokens_per_expert=like(likes.tokens_per_expert),
+            expert_offsets=ints if padded else blocks, source_ranges=blocks if padded else ints,
             overflow=ints if likes.overflow is None else like(likes.overflow),
-        )
+        )  # fmt: skip
         splits = self._splits.copy()
         splits[-1] = number
         plan = Plan(

@@ -56,16 +56,9 @@ class PeerEngine(Engine):
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
 
     def __init__(
-        self,
-        config: Config,
-        memory: SymmetricMemory,
-        stats: Stats,
-        tuning: Tuning,
-        buffer_bytes: int,
-        failures: FailureReports,
-        receive_bytes: int = 0,
-        heap_bytes: int = 0,
-    ) -> None:
+        self, config: Config, memory: SymmetricMemory, stats: Stats, tuning: Tuning,
+        buffer_bytes: int, failures: FailureReports, receive_bytes: int = 0, heap_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.config, self.stats, self._memory = config, stats, memory
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
@@ -197,13 +190,9 @@ class PeerEngine(Engine):
     # The plan
 
     def _count(
-        self,
-        topk_idx: Tensor,
-        weights: Tensor | None,
-        signature: Signature,
-        room: int = 0,
+        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0,
         place: int = 0,
-    ) -> Counted:
+    ) -> Counted:  # fmt: skip
         """Launch the plan. ``place``: of the block for the result (:meth:`ResultHeap.place`)."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
@@ -225,19 +214,11 @@ class PeerEngine(Engine):
             self._header_in[: signature.words.shape[0]] = signature.words
         self._memory.gate()
         make_plan(
-            launch,
-            workspace,
-            picks=Picks(topk_idx.data_ptr(), address(weights)),
-            plan=counted.route.data_ptr(),
-            outputs=filled_of(counted),
-            nonce=self._calls,
-            tag=signature.tag,
-            num_tokens=tokens,
-            num_experts=config.num_experts,
-            most_rows=most,
-            num_rows=rows | above << 32,
-            alignment=spec.expert_alignment,
-        )
+            launch, workspace, picks=Picks(topk_idx.data_ptr(), address(weights)),
+            plan=counted.route.data_ptr(), outputs=filled_of(counted), nonce=self._calls,
+            tag=signature.tag, num_tokens=tokens, num_experts=config.num_experts, most_rows=most,
+            num_rows=rows | above << 32, alignment=spec.expert_alignment,
+        )  # fmt: skip
         return counted
 
     def _rows_of_table(self, num_tokens: int, signature: Signature) -> int:

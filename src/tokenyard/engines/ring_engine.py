@@ -114,16 +114,10 @@ class RingEngine(PeerEngine):
                     self._heap.rewrite(block, payload, known, signature, tag, num_rows)
                 self._memory.gate()
                 dispatch_rows(
-                    launch,
-                    self._workspace,
-                    plan=known.route_at,
-                    payload=sent_of(payload),
-                    result=result_of(out, plan),
-                    tag=tag,
-                    num_tokens=known.num_tokens,
-                    num_experts=self.config.num_experts,
-                    num_rows=num_rows,
-                )
+                    launch, self._workspace, plan=known.route_at, payload=sent_of(payload),
+                    result=result_of(out, plan), tag=tag, num_tokens=known.num_tokens,
+                    num_experts=self.config.num_experts, num_rows=num_rows,
+                )  # fmt: skip
                 self._memory.settle()
             signature.count(known.counts[: 2 * size])
             return out
@@ -165,14 +159,9 @@ class RingEngine(PeerEngine):
             return total, reduced
 
     def _sum(
-        self,
-        known: Known,
-        signature: Signature,
-        tag: int,
-        parts: Partials,
-        sums: Sums,
+        self, known: Known, signature: Signature, tag: int, parts: Partials, sums: Sums,
         how: CombineOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch a combine through rings."""
         row_layout = signature.row_layout
         if how.picks:
@@ -192,14 +181,9 @@ class RingEngine(PeerEngine):
         )
         self._memory.gate()
         combine_rows(
-            launch,
-            self._workspace,
-            plan=known.route_at,
-            parts=parts,
-            sums=sums,
-            tag=tag,
+            launch, self._workspace, plan=known.route_at, parts=parts, sums=sums, tag=tag,
             num_tokens=known.num_tokens,
-        )
+        )  # fmt: skip
         self._memory.settle()
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -234,14 +218,9 @@ class RingEngine(PeerEngine):
         return Payload(data, scales), None
 
     def _follow(
-        self,
-        payload: Payload,
-        counted: Counted,
-        signature: Signature,
-        moved: tuple[Payload, CallPlan, Arrived] | None,
-        *,
-        in_heap: bool,
-    ) -> tuple[Payload, Plan, Arrived]:
+        self, payload: Payload, counted: Counted, signature: Signature,
+        moved: tuple[Payload, CallPlan, Arrived] | None, *, in_heap: bool,
+    ) -> tuple[Payload, Plan, Arrived]:  # fmt: skip
         """Behind the plan of a fresh dispatch, and its rows if their number was guessed; whether
         they were launched to the heap."""
         if moved is None:
@@ -273,15 +252,9 @@ class RingEngine(PeerEngine):
         raise NotImplementedError
 
     def _move(
-        self,
-        payload: Payload,
-        counted: Counted,
-        signature: Signature,
-        room: tuple[int, int],
-        block: Tensor | None = None,
-        *,
-        forced: bool = False,
-    ) -> tuple[Payload, CallPlan, Arrived]:
+        self, payload: Payload, counted: Counted, signature: Signature, room: tuple[int, int],
+        block: Tensor | None = None, *, forced: bool = False,
+    ) -> tuple[Payload, CallPlan, Arrived]:  # fmt: skip
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
         ``block`` if there is one."""
         config, spec = self.config, signature.spec
@@ -291,14 +264,9 @@ class RingEngine(PeerEngine):
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
         if signature.fingerprint.in_place:
             out = self._in_place.write(
-                payload,
-                cast("Plan", plan),
-                signature,
-                signature.tag,
-                num_rows,
-                counted.meta_at,
+                payload, cast("Plan", plan), signature, signature.tag, num_rows, counted.meta_at,
                 arrived,
-            )
+            )  # fmt: skip
             return out, plan, arrived
         if block is not None and signature.in_heap:
             out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
@@ -314,17 +282,12 @@ class RingEngine(PeerEngine):
         ))  # fmt: skip
         self._memory.gate()
         dispatch_rows(
-            launch,
-            self._workspace,
-            plan=counted.route.data_ptr(),
+            launch, self._workspace, plan=counted.route.data_ptr(),
             payload=sent_of(payload, counted.meta_at),
-            result=result_of(out, cast("Plan", plan), arrived),
-            tag=signature.tag,
-            num_tokens=counted.tokens,
-            num_experts=config.num_experts,
-            num_rows=num_rows,
+            result=result_of(out, cast("Plan", plan), arrived), tag=signature.tag,
+            num_tokens=counted.tokens, num_experts=config.num_experts, num_rows=num_rows,
             forced=forced,
-        )
+        )  # fmt: skip
         return out, plan, arrived
 
 
