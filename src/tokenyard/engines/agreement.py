@@ -22,8 +22,7 @@ from tokenyard.types import Layout
 
 class Agreement(Engine):
     """Numbers the calls of one rank, and has all ranks agree on each. ``relays``: whether rows are
-    relayed: then headers count rows to each node too.
-    """
+    relayed: then headers count rows to each node too."""
 
     def __init__(
         self, config: Config, transport: Transport, grid: Topology, *, relays: bool
@@ -100,8 +99,7 @@ class Agreement(Engine):
         self, fingerprint: Fingerprint, topk_idx: Tensor, send_plan: SendPlan, spec: Spec
     ) -> Callable[[], Tensor | None]:
         """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
-        the host; None where static shapes let the device go on alone.
-        """
+        the host; None where static shapes let the device go on alone."""
         config = self.config
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)

@@ -162,8 +162,7 @@ class InPlaceBuffers:
     ) -> Tensor:  # fmt: skip
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
         ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
-        copied there first, which ends the life of earlier results.
-        """
+        copied there first, which ends the life of earlier results."""
         workspace, print_ = self._workspace, signature.fingerprint
         buffer = self._buffer.room(self._row_bytes(rows.shape[1], rows.dtype), tag)
         launch = self._bound(signature, bias)
@@ -204,8 +203,7 @@ class InPlaceBuffers:
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a torch view of one, raises
         ``why``. torch has the means in its CUDA builds only; elsewhere they live on with the next
-        rows.
-        """
+        rows."""
         _forbid(self._given, why)
 
     def _payload(self, num_rows: int, signature: Signature, parts: Parts) -> Payload:

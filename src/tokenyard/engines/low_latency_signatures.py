@@ -103,8 +103,7 @@ class Signatures:
     ) -> DispatchSignature:
         """The signature of a dispatch. ``by_column``: ``CallOptions.scales_by_column``. Raises
         NotSupported, which names the engine that can, or ValueError: rows do not fit into slots, or
-        have no scales in blocks.
-        """
+        have no scales in blocks."""
         scales = payload.scales
         given = None if scales is None else (scales.dtype, scales.shape[1])
         call = payload.x.dtype, given, mode, by_column

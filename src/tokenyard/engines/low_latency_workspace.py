@@ -51,8 +51,7 @@ class LowLatencyTuning:
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
     that, because a program takes one slot. Rows are divided into as many parts as there are
-    programs for, besides those that count. ValueError: too few multiprocessors.
-    """
+    programs for, besides those that count. ValueError: too few multiprocessors."""
     if 2 * num_sms < num_ranks:
         raise ValueError(
             f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks"

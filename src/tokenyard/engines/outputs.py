@@ -49,8 +49,7 @@ class Known(NamedTuple):
 
 class CallPlan:
     """A :class:`Plan` whose tensors are made when somebody reads them, and :class:`Known` of it.
-    Kernels need addresses only, and each tensor costs the host a third of a launch.
-    """
+    Kernels need addresses only, and each tensor costs the host a third of a launch."""
 
     counts: Any
 
@@ -98,8 +97,7 @@ def _whole(words: int) -> int:
 
 class Ahead(NamedTuple):
     """What the next fresh dispatch like this one needs, made while the host waits anyway:
-    allocations delay a launch.
-    """
+    allocations delay a launch."""
 
     # tokens, words of the plan, stream, whether for inference: the call must agree
     where: tuple[int, ...]
@@ -249,8 +247,7 @@ class Outputs:
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
     ) -> tuple[CallPlan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
-        source say so beforehand; kernels write the others.
-        """
+        source say so beforehand; kernels write the others."""
         ahead, signature.ahead = signature.ahead, None
         blank = signature.blank
         if blank is not None:

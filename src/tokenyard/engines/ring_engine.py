@@ -188,8 +188,7 @@ class RingEngine(PeerEngine):
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` for a combine in place; any memory will do where
-        rows are pushed. Else it is symmetric, and collective where that has to grow.
-        """
+        rows are pushed. Else it is symmetric, and collective where that has to grow."""
         with self._memory.tensors():
             if self._pulls:
                 return self._in_place.rows(num_rows, hidden, dtype)

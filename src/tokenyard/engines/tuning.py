@@ -70,8 +70,7 @@ class KernelConfig:
 
     def stages_for(self, round_bytes: int, shared: int) -> int:
         """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there. 4
-        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each.
-        """
+        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each."""
         return max(1, min(self.stages, 1 + shared // round_bytes))
 
     def staged(self, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
@@ -173,8 +172,7 @@ def peer_tuning(
     num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
 ) -> Tuning:
     """The tuning for ``num_sms`` multiprocessors, and ``channels`` at most. ValueError: there is
-    none for a program.
-    """
+    none for a program."""
     if num_sms < 1:
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     if all_sms and grid.num_nodes == 1:

@@ -25,8 +25,7 @@ _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.
 
 class TwolevelMonitor(StatusMonitor):
     """Rings inside are named after the source or owner of their rows
-    (``docs/reference/twolevel.md``), network rings after the node.
-    """
+    (``docs/reference/twolevel.md``), network rings after the node."""
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         grid, me = self._workspace.grid, self._config.rank

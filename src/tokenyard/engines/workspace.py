@@ -42,8 +42,7 @@ class NetRing:
     @property
     def most_rows(self) -> int:
         """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2``
-        (``docs/reference/twolevel.md``).
-        """
+        (``docs/reference/twolevel.md``)."""
         return max(1, self.slots - 2 * self.chunk + 2)
 
 
@@ -52,8 +51,7 @@ class PeerWorkspace:
     signals. Making one is collective. ``buffer_bytes`` is what all rings together were given,
     ``num_bytes`` the whole region. ``stand_ins``: launches that play ranks that are gone,
     ``absent``: which (``kernels/stand_in.py``). ``waited``: what this rank has waited for
-    (``kernels/sync.py``, ``note_wait``).
-    """
+    (``kernels/sync.py``, ``note_wait``)."""
 
     stand_ins: tuple[Callable[..., None], ...] = ()
 
