@@ -77,10 +77,8 @@ class Agreement(Engine):
         """Agree on the call ahead where headers are cheap; the function returned waits for that."""
         if not self._has_headers(fingerprint.op, False):
             return lambda: None
-        return self._swap(
-            head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens),
-            fingerprint,
-        )
+        size = self.config.world_size
+        return self._swap(head.blank(fingerprint, size, self._num_counts, num_tokens), fingerprint)
 
     def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
         finish = self._transport.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
@@ -104,9 +102,8 @@ class Agreement(Engine):
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)
             return lambda: None
-        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(
-            topk_idx.device
-        )
+        tokens, device = topk_idx.shape[0], topk_idx.device
+        header = head.blank(fingerprint, config.world_size, self._num_counts, tokens).to(device)
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = send_plan.counts
         header[:, head.ROUTING] = head.digest(send_plan.topk_idx)

@@ -137,17 +137,11 @@ class Signatures:
             expert_offsets=ints if padded else blocks, source_ranges=blocks if padded else ints,
             overflow=ints if likes.overflow is None else like(likes.overflow),
         )  # fmt: skip
-        splits = self._splits.copy()
-        splits[-1] = number
-        plan = Plan(
-            splits=torch.from_numpy(splits),  # pyright: ignore[reportUnknownMemberType]
-            route=like(likes.route),
-            returns=self._no_returns,
-            slots=ints,
-            picks=self._longs,
-            gather=self._longs,
-            first_pick=like(topk_idx, dtype=torch.int64),
-        )
+        counts, longs = self._splits.copy(), self._longs
+        counts[-1] = number
+        splits = torch.from_numpy(counts)  # pyright: ignore[reportUnknownMemberType]
+        first_pick = like(topk_idx, dtype=torch.int64)
+        plan = Plan(splits, like(likes.route), self._no_returns, ints, longs, longs, first_pick)
         return Payload(like(likes.x), scales), plan, arrived
 
     def _new_dispatch(
@@ -159,9 +153,8 @@ class Signatures:
                 f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
                 f"only, not {asked}; engines 'nvlink' and 'collective' have"
             )
-        row = row_layout_of(
-            payload, mode, metadata_words(self._config.num_topk, self._workspace.far)
-        )
+        words = metadata_words(self._config.num_topk, self._workspace.far)
+        row = row_layout_of(payload, mode, words)
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
         sent = row_of(payload, mode)
         if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
@@ -213,18 +206,15 @@ class Signatures:
 
     def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
         payload, workspace = Payload(rows, None), self._workspace
-        row = row_layout_of(
-            payload, None, kept_words(self._config.num_topk, spec, workspace.per_node > 0)
-        )
+        words = kept_words(self._config.num_topk, spec, workspace.per_node > 0)
+        row = row_layout_of(payload, None, words)
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
             _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
             for at_owner in (False, True)
         )
-        return CombineSignature(
-            numbers=(here, at_owner),
-            launch=cache(partial(bind_combine, workspace, rows.dtype, row)),
-        )
+        launch = cache(partial(bind_combine, workspace, rows.dtype, row))
+        return CombineSignature(numbers=(here, at_owner), launch=launch)
 
 
 def _number(fingerprint: Fingerprint) -> int:

@@ -92,11 +92,9 @@ def kept_words(num_topk: int, spec: Spec, mixed: bool) -> int:
 def _default_slot(config: Config, far: bool) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
-    row_layouts = (
-        row_layout_of(plain, mode, metadata_words(config.num_topk, far))
-        for mode in (None, *Quantize)
-    )
-    return -(-max(row_layout.slot_bytes for row_layout in row_layouts) // 128) * 128
+    words = metadata_words(config.num_topk, far)
+    slots = (row_layout_of(plain, mode, words).slot_bytes for mode in (None, *Quantize))
+    return -(-max(slots) // 128) * 128
 
 
 class Workspace:

@@ -271,15 +271,11 @@ class Outputs:
 
     def _arrived_outputs(self, signature: Signature, num_rows: int) -> list[Output]:
         """Ids, weights and source tokens of result rows."""
-        shape = (num_rows,) if signature.experts else (num_rows, self._topk)
-        no_ids, no_weights = signature.experts, not signature.weighted
-        return [
-            Output(torch.int32, 0, None)
-            if no_ids
-            else Output(torch.int64, -1, shape, signature.holes),
-            Output(torch.float32, 0, None if no_weights else shape, signature.holes),
-            Output(torch.int64, -1, (num_rows,), signature.holes),
-        ]
+        experts, holes = signature.experts, signature.holes
+        shape = (num_rows,) if experts else (num_rows, self._topk)
+        ids = Output(torch.int32, 0, None) if experts else Output(torch.int64, -1, shape, holes)
+        weights = Output(torch.float32, 0, shape if signature.weighted else None, holes)
+        return [ids, weights, Output(torch.int64, -1, (num_rows,), holes)]
 
     def _each(self, wanted: list[Output]) -> list[Tensor]:
         device = self._device

@@ -24,19 +24,9 @@ from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
 
 TAG_FIELDS = {
-    "op": 2,
-    "quantize": 5,
-    "scaled": 1,
-    "dtype": 4,
-    "hidden": 13,
-    "scale_words": 12,
-    "scale_dtype": 4,
-    "layout": 3,
-    "exact": 1,
-    "weighted": 1,
-    "in_place": 1,
-    "routing": 16,
-}
+    "op": 2, "quantize": 5, "scaled": 1, "dtype": 4, "hidden": 13, "scale_words": 12,
+    "scale_dtype": 4, "layout": 3, "exact": 1, "weighted": 1, "in_place": 1, "routing": 16,
+}  # fmt: skip
 """Fields of a fingerprint that every data call compares on the device, and the bits that each gets:
 63 in all.
 

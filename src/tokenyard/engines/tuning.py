@@ -180,23 +180,15 @@ def peer_tuning(
     pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
     chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
     dispatch = KernelConfig(rows=4, block=4096, chunk=chunk, num_warps=16, max_registers=128)
+    reduce = KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
     return Tuning(
         channels=min(channels, few_channels(num_sms, grid.world_size) if one_node else num_sms),
-        dispatch=dispatch,
+        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=FEW_SUMS,
         send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
-        reduce=KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
-        if all_sms
-        else FEW_PULLS,
-        direct=dispatch,
-        pull=FEW_PULLS,
-        forward=KernelConfig(rows=4, block=4096, num_warps=16),
-        push=FEW_PUSHES,
-        gather=FEW_SUMS,
-        num_sms=num_sms,
-        pushers=pushers,
-        gatherers=max(1, num_sms - pushers),
-        cast_ahead=one_node,
-    )
+        reduce=reduce if all_sms else FEW_PULLS,
+        forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
+        gatherers=max(1, num_sms - pushers), cast_ahead=one_node,
+    )  # fmt: skip
 
 
 def few_channels(num_sms: int, ranks: int) -> int:
