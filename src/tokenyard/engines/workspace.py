@@ -121,9 +121,10 @@ class PeerWorkspace:
         self.plan_ranks = ranks + nodes
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
 
-    @property
-    def header_exchange(self) -> tuple[int, int, bool]:
-        return self.grid.ranks_per_node, self.far_at, self.net
+    def bind(self, kernel: Any, programs: int, config: KernelConfig, k: Any) -> Callable[..., None]:
+        """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
+        warps, most = config.num_warps, config.max_registers
+        return self.memory.bind(kernel, programs, num_warps=warps, max_registers=most, k=k)
 
     @property
     def direct_workers(self) -> int:

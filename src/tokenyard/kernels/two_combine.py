@@ -331,10 +331,7 @@ def bind_sums(
         network_ring=network_ring_of(workspace, row_layout), dtype=kernel_type(dtype), bias0=bias0,
         bias1=bias1, turn=workspace.tuning.turn, **constants,
     )  # fmt: skip
-    launch = workspace.memory.bind(
-        kernel, workers * k.channels, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
+    launch = workspace.bind(kernel, workers * k.channels, config, k)
     return lambda *args: launch(*args, workspace.config.num_experts)
 
 

@@ -304,7 +304,4 @@ def bind_two_dispatch(
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
         behind_heaps=behind_heaps,
     )  # fmt: skip
-    return workspace.memory.bind(
-        two_dispatch_kernel, workers * k.channels, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
+    return workspace.bind(two_dispatch_kernel, workers * k.channels, config, k)

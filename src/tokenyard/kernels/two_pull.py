@@ -304,8 +304,7 @@ def two_pull_kernel(
 def bind_two_pull(
     workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
 ) -> Callable[..., None]:
-    """Compile and load the kernel for one call signature: see
-    ``bind_two_combine``."""
+    """Compile and load the kernel for one call signature: see ``bind_two_combine``."""
     config, ring = workspace.tuning.pull, workspace.net_ring(row_layout)
     block = min(power_of_two_at_least(row_layout.hidden), config.block)
     most = config.rows_of(block, min(ring.chunk, ring.most_rows))
