@@ -302,11 +302,7 @@ def _plan_outputs(signature: Signature, arrived_rows: int, num_rows: int) -> lis
 
 def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
     topk_idx, weights, source = outputs
-    return Arrived(
-        topk_idx=topk_idx, weights=weights, source=source,
-        tokens_per_expert=counted.tokens_per_expert, expert_offsets=counted.offsets,
-        source_ranges=counted.ranges, overflow=counted.overflow,
-    )  # fmt: skip
+    return Arrived(topk_idx, weights, source, *counted[-4:])
 
 
 def _captures(device: torch.device) -> bool:

@@ -18,7 +18,6 @@ from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap
-from tokenyard.engines.rings import address
 from tokenyard.engines.signatures import Launch, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.engines.tuning import Tuning
@@ -33,7 +32,7 @@ from tokenyard.kernels.plan import Picks, bind_plan, make_plan
 from tokenyard.kernels.stand_in import bind_stand_ins
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, address
 from tokenyard.stats import Stats
 from tokenyard.types import Layout
 

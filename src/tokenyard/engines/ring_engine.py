@@ -20,14 +20,7 @@ from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
-from tokenyard.engines.rings import (
-    address,
-    addresses,
-    aligned,
-    as_aligned,
-    row_layout_of,
-    sums_for,
-)
+from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
@@ -38,7 +31,7 @@ from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, address
 from tokenyard.types import Layout, Quantize
 
 

@@ -78,11 +78,9 @@ _PHASES: dict[int, tuple[str, str]] = {
 }
 
 _WAITS: dict[int, str] = {
-    sync.ON_PLAN.value: "plan",
-    sync.ON_COUNTS.value: "counts",
-    sync.ON_CALL_BARRIER.value: "call",
-    sync.ON_ROOM.value: "room",
-}
+    sync.ON_PLAN.value: "plan", sync.ON_COUNTS.value: "counts",
+    sync.ON_CALL_BARRIER.value: "call", sync.ON_ROOM.value: "room",
+}  # fmt: skip
 """What statistics call a wait; others are for rows."""
 
 

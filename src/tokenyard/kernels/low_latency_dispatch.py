@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import first_put
-from tokenyard.kernels.low_latency_memory import Sizes, Stages, address, epoch_of, slots_in
+from tokenyard.kernels.low_latency_memory import Sizes, Stages, epoch_of, slots_in
 from tokenyard.kernels.low_latency_rail import hand_on, source_of
 from tokenyard.kernels.low_latency_receive import empty_rows, finish_block, lead, receive_slot
 from tokenyard.kernels.low_latency_send import put_rows, send_counts, send_piece
@@ -47,6 +47,7 @@ from tokenyard.kernels.region import first_expert
 from tokenyard.kernels.structs import Cast, RowConstants, row_constants
 from tokenyard.kernels.sync import follow
 from tokenyard.routing import power_of_two_at_least
+from tokenyard.rows import address
 from tokenyard.types import Layout
 
 

@@ -200,11 +200,6 @@ def sizes_of(
     )  # fmt: skip
 
 
-def address(tensor: Any) -> int:
-    """Where a tensor's data is; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def slots_in(route: int, sizes: Sizes) -> int:
     """Address of the result rows of each slot: in ``Plan.route``, behind ids and weights."""
     return route + 8 * sizes.tokens * sizes.topk

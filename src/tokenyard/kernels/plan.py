@@ -150,9 +150,7 @@ def _count_tile(
     picks, outputs, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
 ):  # fmt: skip
     """Step 1 for some tokens: merge, place within the channel, count. Returns running counts."""
-    t, pick, r = (
-        tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
-    )  # fmt: skip
+    t, pick, r = tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     inside = (t < t1)[:, None] & (pick < k.topk)[None, :]
     merged, first, at = _merge(picks.expert_ids, t, pick, inside, routing.num_experts, k)
     row = t[:, None].to(tl.int64)
@@ -210,9 +208,7 @@ def count_channel(picks, outputs, routing, row, marks, c, t0, t1, k: tl.constexp
 @triton.jit
 def _settle_tile(outputs, routing, before_row, before, tb, t1, k: tl.constexpr):
     """Step 2 for some tokens: places within the channel become places within the rank."""
-    t, pick, r = (
-        tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
-    )  # fmt: skip
+    t, pick, r = tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     goes = (t < t1)[:, None] & (r < k.plan_ranks)[None, :]
     tokens = routing.num_tokens
     at = place_of(routing.plan, t, tokens, k)[:, None] + r[None, :]

@@ -63,8 +63,7 @@ from tokenyard.kernels.region import (
     taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Payload, Peers, Result, Routing, Turn,
-    grid_of, network_ring_of,
+    Payload, Peers, Result, Routing, Turn, grid_of, network_ring_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     IN_HEAPS, ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words,
