@@ -185,15 +185,9 @@ class LowLatency(Protocol):
     def silent_rank(self) -> int | None: ...
 
     def check_dispatch(
-        self,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        cached: bool,
-        in_place: bool,
+        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool,
         options: CallOptions | None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     def check_combine(
         self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
