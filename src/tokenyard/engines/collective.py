@@ -181,9 +181,13 @@ class CollectiveEngine(Agreement):
         return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
 
     def _splits(
-        self, sends: list[int], sources: list[int], headers: Tensor | None, spec: Spec,
+        self,
+        sends: list[int],
+        sources: list[int],
+        headers: Tensor | None,
+        spec: Spec,
         more: list[int],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """``Plan.splits``; ``more``: what only this engine reads, and rows of local experts."""
         routing, matrix = 0, list[int]()
         if headers is not None:
@@ -241,9 +245,15 @@ class CollectiveEngine(Agreement):
         return payload, place, arrived, counts if spec.exact and counts is not None else []
 
     def _place(
-        self, row: RowFormat, recv: Tensor, slots: Tensor, gather: Tensor, spec: Spec, *,
+        self,
+        row: RowFormat,
+        recv: Tensor,
+        slots: Tensor,
+        gather: Tensor,
+        spec: Spec,
+        *,
         zeros: bool,
-    ) -> Payload:  # fmt: skip
+    ) -> Payload:
         """Arrived rows in their layout. Blocks of ``EXPERT_PADDED`` are mostly empty, so spread."""
         if spec.layout is Layout.EXPERT_PADDED:
             return row.spread(recv, slots, gather.numel(), zeros=zeros)

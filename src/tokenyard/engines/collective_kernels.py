@@ -59,9 +59,12 @@ class CollectiveKernelsEngine(CollectiveEngine):
     """For tests: kernels are launched so, on any device."""
 
     def __init__(
-        self, config: Config, transport: Transport, obstacle_of: Callable[[torch.device], str],
+        self,
+        config: Config,
+        transport: Transport,
+        obstacle_of: Callable[[torch.device], str],
         stats: Stats,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(config, transport, stats)
         self._obstacle_of = obstacle_of
         self._launches: dict[torch.device, Launches | None] = {}

@@ -91,9 +91,15 @@ class Launches:
     span = staticmethod(span)
 
     def __init__(
-        self, config: Config, device: torch.device, bind: Callable[..., Launch], programs: int,
-        num_counts: int, *, headers: bool,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        device: torch.device,
+        bind: Callable[..., Launch],
+        programs: int,
+        num_counts: int,
+        *,
+        headers: bool,
+    ) -> None:
         self.config, self.device, self._headers = config, device, headers
         self._bind, self._programs, self._words = bind, programs, head.COUNTS + num_counts
         self._kinds: dict[Any, Any] = {}
@@ -198,11 +204,15 @@ class Launches:
                 spec.expert_alignment,
             )  # fmt: skip
         result = Result(
-            rows=out.x.data_ptr(), scales=address(out.scales),
-            expert_ids=arrived.topk_idx.data_ptr(), picks=placement.picks.data_ptr(),
-            weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(),
-            arrivals=placement.gather.data_ptr(), slots=placement.slots.data_ptr(),
-        )  # fmt: skip
+            rows=out.x.data_ptr(),
+            scales=address(out.scales),
+            expert_ids=arrived.topk_idx.data_ptr(),
+            picks=placement.picks.data_ptr(),
+            weights=arrived.weights.data_ptr(),
+            source=arrived.source.data_ptr(),
+            arrivals=placement.gather.data_ptr(),
+            slots=placement.slots.data_ptr(),
+        )
         per_expert = arrived.tokens_per_expert.data_ptr()
         kind.place(recv.data_ptr(), told, parts, result, per_expert, *where, came, most, num_rows)
         return out, placement, arrived
@@ -225,9 +235,14 @@ class Launches:
     # Sums
 
     def sum_here(
-        self, row: RowFormat, rows: Tensor, slots: Tensor | None, to: Tensor,
-        weights: Tensor | None, reduce_weights: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        row: RowFormat,
+        rows: Tensor,
+        slots: Tensor | None,
+        to: Tensor,
+        weights: Tensor | None,
+        reduce_weights: Tensor | None,
+    ) -> None:
         """Sums of each arrived row's result rows, its ``slots`` (None: rows are as they came)."""
         rows, width = as_aligned(rows), 0 if slots is None else slots.shape[1]
         key = ("here", row, width, slots is None, weights is None)
@@ -241,9 +256,13 @@ class Launches:
         launch(parts, to.data_ptr(), to.shape[0])
 
     def sum_there(
-        self, row: RowFormat, recv: Tensor, returns: Tensor, bias: tuple[Tensor, ...],
+        self,
+        row: RowFormat,
+        recv: Tensor,
+        returns: Tensor,
+        bias: tuple[Tensor, ...],
         out: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Sums of what came back, by token, and of the weights behind."""
         bias, (tokens, width) = tuple(map(as_aligned, bias)), returns.shape
         dtypes = tuple(term.dtype for term in bias)
@@ -262,9 +281,14 @@ class Launches:
     # Kinds of calls, and memory
 
     def _kind(
-        self, payload: Payload, ids: torch.dtype, tokens: int, weights: Tensor | None, spec: Spec,
+        self,
+        payload: Payload,
+        ids: torch.dtype,
+        tokens: int,
+        weights: Tensor | None,
+        spec: Spec,
         mode: Quantize | None,
-    ) -> Kind:  # fmt: skip
+    ) -> Kind:
         x, scales, few = payload.x, payload.scales, tokens <= FEW_TOKENS
         scaled = None if scales is None else (scales.dtype, scales.shape[1])
         key = (x.dtype, x.shape[1], scaled, ids, weights is None, spec, mode, few)
@@ -285,9 +309,14 @@ class Launches:
         how = cast_of(constants, mode, payload.x.dtype)
         leaving = self._plan_config(weighted=weighted, exact=spec.exact or self._headers, **plan)
         coming = place.arrival_config(
-            self.config, constants, self._words, by_expert=layout is not Layout.FLAT,
-            padded=layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=weighted,
-        )  # fmt: skip
+            self.config,
+            constants,
+            self._words,
+            by_expert=layout is not Layout.FLAT,
+            padded=layout is Layout.EXPERT_PADDED,
+            exact=spec.exact,
+            weighted=weighted,
+        )
         pack = send.bind_pack(
             bind, self._programs, leaving, constants, how, self._width, fresh=True
         )
@@ -345,7 +374,12 @@ def constants_of(row: RowFormat) -> RowConstants:
     num_bytes = row.payload_bytes
     bits = 32 if num_bytes % 4 == 0 else 16 if num_bytes % 2 == 0 else 8
     return RowConstants(
-        hidden=row.hidden, words=num_bytes * 8 // bits, word_bits=bits, scale_words=row.scale_words,
+        hidden=row.hidden,
+        words=num_bytes * 8 // bits,
+        word_bits=bits,
+        scale_words=row.scale_words,
         metadata_words=1 + row.picks * (1 + row.weighted) if row.routed else 0,
-        slot_bytes=row.row_bytes, scales_at=4 * row.scales_at, metadata_at=4 * row.routing_at,
-    )  # fmt: skip
+        slot_bytes=row.row_bytes,
+        scales_at=4 * row.scales_at,
+        metadata_at=4 * row.routing_at,
+    )

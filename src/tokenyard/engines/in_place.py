@@ -57,19 +57,32 @@ class Target(NamedTuple):
 
 
 def launch_in_place(
-    workspace: PeerWorkspace, signature: Signature, target: Target, plan: int, payload: Sent,
-    tag: int, num_tokens: int,
-) -> None:  # fmt: skip
+    workspace: PeerWorkspace,
+    signature: Signature,
+    target: Target,
+    plan: int,
+    payload: Sent,
+    tag: int,
+    num_tokens: int,
+) -> None:
     """Launch rows to ``target``. ``plan``: its address."""
     top, heap = workspace.config.num_topk, target.heap_bytes > 0
     launch = signature.bound(("rows", heap), lambda: bind_two_direct(
         workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
     ))  # fmt: skip
     write_in_place(
-        launch, workspace, plan=plan, buffers=target.buffers, payload=payload, tag=tag,
-        num_tokens=num_tokens, scales_at=target.scales_at, metadata_at=target.metadata_at,
-        heap_bytes=target.heap_bytes, awaited=target.awaited,
-    )  # fmt: skip
+        launch,
+        workspace,
+        plan=plan,
+        buffers=target.buffers,
+        payload=payload,
+        tag=tag,
+        num_tokens=num_tokens,
+        scales_at=target.scales_at,
+        metadata_at=target.metadata_at,
+        heap_bytes=target.heap_bytes,
+        awaited=target.awaited,
+    )
 
 
 def launch_unpack(
@@ -82,9 +95,13 @@ def launch_unpack(
         static=not signature.spec.exact, heap=heap,
     ))  # fmt: skip
     unpack_in_place(
-        launch, workspace, plan=plan, metadata=target.rows + target.metadata_at, result=result,
+        launch,
+        workspace,
+        plan=plan,
+        metadata=target.rows + target.metadata_at,
+        result=result,
         num_experts=config.num_experts,
-    )  # fmt: skip
+    )
 
 
 def _forbid(storages: list[Any], why: str) -> None:
@@ -125,9 +142,15 @@ class InPlaceBuffers:
         self._buffer.regions.clear()
 
     def write(
-        self, payload: Payload, plan: Plan, signature: Signature, tag: int, num_rows: int,
-        meta_at: int = 0, arrived: Arrived | None = None,
-    ) -> Payload:  # fmt: skip
+        self,
+        payload: Payload,
+        plan: Plan,
+        signature: Signature,
+        tag: int,
+        num_rows: int,
+        meta_at: int = 0,
+        arrived: Arrived | None = None,
+    ) -> Payload:
         """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
         results."""
         workspace, print_, known = self._workspace, signature.fingerprint, known_of(plan)
@@ -153,9 +176,14 @@ class InPlaceBuffers:
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
-        self, rows: Tensor, plan: Plan, signature: Signature, tag: int, bias: tuple[Tensor, ...],
+        self,
+        rows: Tensor,
+        plan: Plan,
+        signature: Signature,
+        tag: int,
+        bias: tuple[Tensor, ...],
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
         ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
         copied there first, which ends the life of earlier results."""
@@ -174,9 +202,14 @@ class InPlaceBuffers:
             there.view(rows.shape).copy_(rows)
         self._memory.gate()
         pull_rows(
-            launch, workspace, plan=plan.route.data_ptr(), buffers=buffer.addresses.data_ptr(),
-            sums=Sums(*addresses(tuple(terms)), total.data_ptr(), 0), tag=tag, num_tokens=tokens,
-        )  # fmt: skip
+            launch,
+            workspace,
+            plan=plan.route.data_ptr(),
+            buffers=buffer.addresses.data_ptr(),
+            sums=Sums(*addresses(tuple(terms)), total.data_ptr(), 0),
+            tag=tag,
+            num_tokens=tokens,
+        )
         self._memory.settle()
         if out is not None and total is not out:
             total = out.copy_(total)

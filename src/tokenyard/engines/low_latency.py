@@ -86,9 +86,13 @@ class LowLatencyEngine(Engine):
     name = LOW_LATENCY
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, tuning: LowLatencyTuning,
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        tuning: LowLatencyTuning,
         buffer_bytes: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
         self._workspace = Workspace(config, memory, tuning, buffer_bytes)
@@ -110,9 +114,15 @@ class LowLatencyEngine(Engine):
     # Dispatch
 
     def check_dispatch(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool,
+        self,
+        payload: Payload,
+        spec: Spec,
+        mode: Quantize | None,
+        *,
+        cached: bool,
+        in_place: bool,
         options: CallOptions | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raise if a dispatch cannot be made: NotSupported names the engine that can; ValueError:
         rows do not fit into slots, options are wrong."""
         by_column = options is not None and options.scales_by_column
@@ -142,11 +152,18 @@ class LowLatencyEngine(Engine):
             self._dispatches += 1
             rows = self._signatures.results(signature, topk_idx, weighted, self._dispatches)
             arguments = dispatch_arguments(
-                self._workspace, payload=payload, topk_idx=topk_idx, weights=weights, rows=rows,
-                padded=signature.padded, options=options, timeout=self._limit(options),
-                tag=signature.tags[weighted], num_rows=signature.num_rows,
+                self._workspace,
+                payload=payload,
+                topk_idx=topk_idx,
+                weights=weights,
+                rows=rows,
+                padded=signature.padded,
+                options=options,
+                timeout=self._limit(options),
+                tag=signature.tags[weighted],
+                num_rows=signature.num_rows,
                 alignment=spec.expert_alignment,
-            )  # fmt: skip
+            )
             wide, load_bytes = topk_idx.dtype == torch.int64, 0 if loads is None else loads.itemsize
             load = partial(signature.launch, wide, weighted, load_bytes)
             held = payload, topk_idx, weights, options
@@ -184,10 +201,17 @@ class LowLatencyEngine(Engine):
             if lost is not None and not lost.is_cuda:
                 lost = rows.new_empty(tokens, dtype=torch.float32)
             arguments = combine_arguments(
-                self._workspace, rows=rows, plan=plan, weights=weights, bias=bias, sums=total,
-                lost=lost, waits=options.waits, timeout=self._limit(options),
+                self._workspace,
+                rows=rows,
+                plan=plan,
+                weights=weights,
+                bias=bias,
+                sums=total,
+                lost=lost,
+                waits=options.waits,
+                timeout=self._limit(options),
                 tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
-            )  # fmt: skip
+            )
             dtypes = tuple(term.dtype for term in bias)
             load = partial(signature.launch, weighted, dtypes, lost is not None)
             result = partial(_moved, total, out, lost, options.lost_weights)
@@ -203,9 +227,14 @@ class LowLatencyEngine(Engine):
     # Both
 
     def _make(
-        self, op: str, in_two: bool, load: Callable[[Stages], Launch], arguments: tuple[Any, ...],
-        result: Callable[[], Any], held: tuple[Any, ...],
-    ) -> Any:  # fmt: skip
+        self,
+        op: str,
+        in_two: bool,
+        load: Callable[[Stages], Launch],
+        arguments: tuple[Any, ...],
+        result: Callable[[], Any],
+        held: tuple[Any, ...],
+    ) -> Any:
         """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
         returns. ``held`` are tensors that launches read."""
         launch = load(SEND if in_two else BOTH)  # may wait for launches that run: before the gate
@@ -217,9 +246,12 @@ class LowLatencyEngine(Engine):
         return _Rest(partial(self._finish, op, load, arguments, result), result, held)
 
     def _finish(
-        self, op: str, load: Callable[[Stages], Launch], arguments: tuple[Any, ...],
+        self,
+        op: str,
+        load: Callable[[Stages], Launch],
+        arguments: tuple[Any, ...],
         result: Callable[[], Any],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         with self._memory.tensors():
             self._open, launch = "", load(RECEIVE)
             self._memory.gate()

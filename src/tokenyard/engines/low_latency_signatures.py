@@ -132,16 +132,25 @@ class Signatures:
         elif scales is not None:
             scales = like(scales)
         arrived = Arrived(
-            topk_idx=ints, weights=like(likes.weights) if weighted else self._floats,
-            source=like(likes.source), tokens_per_expert=like(likes.tokens_per_expert),
-            expert_offsets=ints if padded else blocks, source_ranges=blocks if padded else ints,
+            topk_idx=ints,
+            weights=like(likes.weights) if weighted else self._floats,
+            source=like(likes.source),
+            tokens_per_expert=like(likes.tokens_per_expert),
+            expert_offsets=ints if padded else blocks,
+            source_ranges=blocks if padded else ints,
             overflow=ints if likes.overflow is None else like(likes.overflow),
-        )  # fmt: skip
-        counts, longs = self._splits.copy(), self._longs
-        counts[-1] = number
-        splits = torch.from_numpy(counts)  # pyright: ignore[reportUnknownMemberType]
-        first_pick = like(topk_idx, dtype=torch.int64)
-        plan = Plan(splits, like(likes.route), self._no_returns, ints, longs, longs, first_pick)
+        )
+        splits = self._splits.copy()
+        splits[-1] = number
+        plan = Plan(
+            splits=torch.from_numpy(splits),  # pyright: ignore[reportUnknownMemberType]
+            route=like(likes.route),
+            returns=self._no_returns,
+            slots=ints,
+            picks=self._longs,
+            gather=self._longs,
+            first_pick=like(topk_idx, dtype=torch.int64),
+        )
         return Payload(like(likes.x), scales), plan, arrived
 
     def _new_dispatch(

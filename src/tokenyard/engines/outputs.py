@@ -85,9 +85,12 @@ def known_of(plan: Plan) -> Known:
     if isinstance(plan, CallPlan):
         return cast("Known", plan)
     return Known(
-        plan.route.data_ptr(), plan.slots.data_ptr(), plan.first_pick.shape[0],
-        plan.gather.shape[0], plan.splits.numpy(),
-    )  # fmt: skip
+        plan.route.data_ptr(),
+        plan.slots.data_ptr(),
+        plan.first_pick.shape[0],
+        plan.gather.shape[0],
+        plan.splits.numpy(),
+    )
 
 
 def _whole(words: int) -> int:
@@ -176,9 +179,13 @@ def filled_of(counted: Counted) -> PlanOutputs:
     """Addresses of what the plan's launch fills, besides the plan."""
     *_, first_pick_at, meta_at, tokens_per_expert, offsets, ranges, overflow = counted
     return PlanOutputs(
-        meta_at, first_pick_at, tokens_per_expert.data_ptr(), offsets.data_ptr(), ranges.data_ptr(),
+        meta_at,
+        first_pick_at,
+        tokens_per_expert.data_ptr(),
+        offsets.data_ptr(),
+        ranges.data_ptr(),
         overflow.data_ptr(),
-    )  # fmt: skip
+    )
 
 
 def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:
@@ -188,10 +195,15 @@ def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Resul
         return Result(rows, scales, 0, 0, 0, 0, 0, known_of(plan).slots_at)
     made = cast("CallPlan", plan)
     return Result(
-        rows=rows, scales=scales, expert_ids=arrived.topk_idx.data_ptr(), picks=made.picks_at,
-        weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(),
-        arrivals=made.gather_at, slots=made.slots_at,
-    )  # fmt: skip
+        rows=rows,
+        scales=scales,
+        expert_ids=arrived.topk_idx.data_ptr(),
+        picks=made.picks_at,
+        weights=arrived.weights.data_ptr(),
+        source=arrived.source.data_ptr(),
+        arrivals=made.gather_at,
+        slots=made.slots_at,
+    )
 
 
 class Outputs:
@@ -236,12 +248,18 @@ class Outputs:
         block = ints(words)
         at = block.data_ptr()
         return Counted(
-            tokens, self._topk, block, block, route_words, at + 4 * first_pick, at + 4 * meta,
+            tokens,
+            self._topk,
+            block,
+            block,
+            route_words,
+            at + 4 * first_pick,
+            at + 4 * meta,
             tokens_per_expert=ints(local),
             offsets=ints(local + 1) if layout is Layout.EXPERT_MAJOR else none,
             ranges=ints(local, self._ranks, 2) if layout is Layout.EXPERT_PADDED else none,
             overflow=none if signature.spec.capacity is None else ints(1),
-        )  # fmt: skip
+        )
 
     def results(
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
@@ -302,7 +320,15 @@ def _plan_outputs(signature: Signature, arrived_rows: int, num_rows: int) -> lis
 
 def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
     topk_idx, weights, source = outputs
-    return Arrived(topk_idx, weights, source, *counted[-4:])
+    return Arrived(
+        topk_idx=topk_idx,
+        weights=weights,
+        source=source,
+        tokens_per_expert=counted.tokens_per_expert,
+        expert_offsets=counted.offsets,
+        source_ranges=counted.ranges,
+        overflow=counted.overflow,
+    )
 
 
 def _captures(device: torch.device) -> bool:

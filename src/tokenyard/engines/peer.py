@@ -58,9 +58,16 @@ class PeerEngine(Engine):
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, tuning: Tuning,
-        buffer_bytes: int, failures: FailureReports, receive_bytes: int = 0, heap_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        tuning: Tuning,
+        buffer_bytes: int,
+        failures: FailureReports,
+        receive_bytes: int = 0,
+        heap_bytes: int = 0,
+    ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
@@ -192,9 +199,13 @@ class PeerEngine(Engine):
     # The plan
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0,
+        self,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        signature: Signature,
+        room: int = 0,
         place: int = 0,
-    ) -> Counted:  # fmt: skip
+    ) -> Counted:
         """Launch the plan. ``place``: of the block for the result (:meth:`ResultHeap.place`)."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
@@ -220,11 +231,19 @@ class PeerEngine(Engine):
             self._header_in[: signature.words.shape[0]] = signature.words
         self._memory.gate()
         make_plan(
-            launch, workspace, picks=Picks(topk_idx.data_ptr(), address(weights)),
-            plan=counted.route.data_ptr(), outputs=filled_of(counted), nonce=self._calls,
-            tag=signature.tag, num_tokens=tokens, num_experts=config.num_experts, most_rows=most,
-            num_rows=rows | above << 32, alignment=spec.expert_alignment,
-        )  # fmt: skip
+            launch,
+            workspace,
+            picks=Picks(topk_idx.data_ptr(), address(weights)),
+            plan=counted.route.data_ptr(),
+            outputs=filled_of(counted),
+            nonce=self._calls,
+            tag=signature.tag,
+            num_tokens=tokens,
+            num_experts=config.num_experts,
+            most_rows=most,
+            num_rows=rows | above << 32,
+            alignment=spec.expert_alignment,
+        )
         return counted
 
     def _plan_words(self, num_tokens: Any) -> Any:

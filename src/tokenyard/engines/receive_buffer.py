@@ -76,9 +76,16 @@ class ReceiveBuffer:
         return 0 <= needed <= self._most_rows(row_layout, picks)
 
     def push(
-        self, known: Known, signature: Signature, tag: int, parts: Partials, sums: Sums,
-        how: CombineOptions, *, grow: bool,
-    ) -> None:  # fmt: skip
+        self,
+        known: Known,
+        signature: Signature,
+        tag: int,
+        parts: Partials,
+        sums: Sums,
+        how: CombineOptions,
+        *,
+        grow: bool,
+    ) -> None:
         """Launch rows to their owners, and the sums there.
 
         Args:
@@ -96,10 +103,15 @@ class ReceiveBuffer:
         ))  # fmt: skip
         workspace.memory.gate()
         push_rows(
-            launch, workspace, plan=known.route_at,
-            receive_buffers=self._growing.regions[-1].addresses.data_ptr(), parts=parts, sums=sums,
-            tag=tag, num_tokens=known.num_tokens,
-        )  # fmt: skip
+            launch,
+            workspace,
+            plan=known.route_at,
+            receive_buffers=self._growing.regions[-1].addresses.data_ptr(),
+            parts=parts,
+            sums=sums,
+            tag=tag,
+            num_tokens=known.num_tokens,
+        )
         workspace.memory.settle()
 
     def _most_rows(self, row_layout: RowLayout, picks: int) -> int:

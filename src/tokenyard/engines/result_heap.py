@@ -123,9 +123,15 @@ class ResultHeap:
         return rows.set_(block.untyped_storage(), at, (num_rows, sent.hidden), (sent.hidden, 1))
 
     def write(
-        self, block: Tensor, payload: Payload, counted: Counted, plan: CallPlan, arrived: Arrived,
-        signature: Signature, num_rows: int,
-    ) -> Payload:  # fmt: skip
+        self,
+        block: Tensor,
+        payload: Payload,
+        counted: Counted,
+        plan: CallPlan,
+        arrived: Arrived,
+        signature: Signature,
+        num_rows: int,
+    ) -> Payload:
         """Launch rows to the blocks of all ranks, of which ``block``, for ``num_rows``, is mine."""
         workspace, route = self._workspace, counted.route.data_ptr()
         out = Payload(self.rows_in(block, signature, num_rows), None)
@@ -144,9 +150,14 @@ class ResultHeap:
         return self._heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
 
     def rewrite(
-        self, block: Tensor | None, payload: Payload, known: Known, signature: Signature, tag: int,
+        self,
+        block: Tensor | None,
+        payload: Payload,
+        known: Known,
+        signature: Signature,
+        tag: int,
         num_rows: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
         one; ``block`` is mine for ``num_rows``."""
         heap, workspace = self._heap, self._workspace
@@ -166,9 +177,13 @@ class ResultHeap:
         heap = self._heap
         assert heap is not None
         return Target(
-            heap.addresses.data_ptr(), rows, scales_at=0, metadata_at=metadata_at,
-            heap_bytes=heap.num_bytes, awaited=awaited,
-        )  # fmt: skip
+            heap.addresses.data_ptr(),
+            rows,
+            scales_at=0,
+            metadata_at=metadata_at,
+            heap_bytes=heap.num_bytes,
+            awaited=awaited,
+        )
 
 
 def _before_rows(signature: Signature) -> int:

@@ -102,10 +102,16 @@ class RingEngine(PeerEngine):
                     self._heap.rewrite(block, payload, known, signature, tag, num_rows)
                 self._memory.gate()
                 dispatch_rows(
-                    launch, self._workspace, plan=known.route_at, payload=sent_of(payload),
-                    result=result_of(out, plan), tag=tag, num_tokens=known.num_tokens,
-                    num_experts=self.config.num_experts, num_rows=num_rows,
-                )  # fmt: skip
+                    launch,
+                    self._workspace,
+                    plan=known.route_at,
+                    payload=sent_of(payload),
+                    result=result_of(out, plan),
+                    tag=tag,
+                    num_tokens=known.num_tokens,
+                    num_experts=self.config.num_experts,
+                    num_rows=num_rows,
+                )
                 self._memory.settle()
             signature.count(known.counts[: 2 * size])
             return out
@@ -143,9 +149,14 @@ class RingEngine(PeerEngine):
             return total, reduced
 
     def _sum(
-        self, known: Known, signature: Signature, tag: int, parts: Partials, sums: Sums,
+        self,
+        known: Known,
+        signature: Signature,
+        tag: int,
+        parts: Partials,
+        sums: Sums,
         how: CombineOptions,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch a combine through rings."""
         row_layout = signature.row_layout
         if how.picks:
@@ -156,9 +167,14 @@ class RingEngine(PeerEngine):
         ))  # fmt: skip
         self._memory.gate()
         combine_rows(
-            launch, self._workspace, plan=known.route_at, parts=parts, sums=sums, tag=tag,
+            launch,
+            self._workspace,
+            plan=known.route_at,
+            parts=parts,
+            sums=sums,
+            tag=tag,
             num_tokens=known.num_tokens,
-        )  # fmt: skip
+        )
         self._memory.settle()
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -192,9 +208,14 @@ class RingEngine(PeerEngine):
         return Payload(data, scales), None
 
     def _follow(
-        self, payload: Payload, counted: Counted, signature: Signature,
-        moved: tuple[Payload, CallPlan, Arrived] | None, *, in_heap: bool,
-    ) -> tuple[Payload, Plan, Arrived]:  # fmt: skip
+        self,
+        payload: Payload,
+        counted: Counted,
+        signature: Signature,
+        moved: tuple[Payload, CallPlan, Arrived] | None,
+        *,
+        in_heap: bool,
+    ) -> tuple[Payload, Plan, Arrived]:
         """Behind the plan of a fresh dispatch, and its rows if their number was guessed; whether
         they were launched to the heap."""
         if moved is None:
@@ -222,9 +243,15 @@ class RingEngine(PeerEngine):
         return done
 
     def _move(
-        self, payload: Payload, counted: Counted, signature: Signature, room: tuple[int, int],
-        block: Tensor | None = None, *, forced: bool = False,
-    ) -> tuple[Payload, CallPlan, Arrived]:  # fmt: skip
+        self,
+        payload: Payload,
+        counted: Counted,
+        signature: Signature,
+        room: tuple[int, int],
+        block: Tensor | None = None,
+        *,
+        forced: bool = False,
+    ) -> tuple[Payload, CallPlan, Arrived]:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
         ``block`` if there is one."""
         config, spec = self.config, signature.spec
@@ -234,9 +261,14 @@ class RingEngine(PeerEngine):
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
         if signature.fingerprint.in_place:
             out = self._in_place.write(
-                payload, cast("Plan", plan), signature, signature.tag, num_rows, counted.meta_at,
+                payload,
+                cast("Plan", plan),
+                signature,
+                signature.tag,
+                num_rows,
+                counted.meta_at,
                 arrived,
-            )  # fmt: skip
+            )
             return out, plan, arrived
         if block is not None and signature.in_heap:
             out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
@@ -249,12 +281,17 @@ class RingEngine(PeerEngine):
         ))  # fmt: skip
         self._memory.gate()
         dispatch_rows(
-            launch, self._workspace, plan=counted.route.data_ptr(),
+            launch,
+            self._workspace,
+            plan=counted.route.data_ptr(),
             payload=sent_of(payload, counted.meta_at),
-            result=result_of(out, cast("Plan", plan), arrived), tag=signature.tag,
-            num_tokens=counted.tokens, num_experts=config.num_experts, num_rows=num_rows,
+            result=result_of(out, cast("Plan", plan), arrived),
+            tag=signature.tag,
+            num_tokens=counted.tokens,
+            num_experts=config.num_experts,
+            num_rows=num_rows,
             forced=forced,
-        )  # fmt: skip
+        )
         return out, plan, arrived
 
     def _result(

@@ -119,9 +119,12 @@ def _with_others(
 
 
 def enter(
-    group: MemoryGroup | None, device: torch.device | None, terms: dict[str, Any], config: Config,
+    group: MemoryGroup | None,
+    device: torch.device | None,
+    terms: dict[str, Any],
+    config: Config,
     store: dist.Store,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """What members on these ``Choice.terms`` have chosen again with this process, for it."""
     request, most_sms = Request(**terms["request"]), int(terms["most_sms"])
     if request.engine == COLLECTIVE:
@@ -151,9 +154,14 @@ def report_of(
 
 
 def _on_kernels(
-    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config,
-    request: Request, why: str, again: Again,
-) -> Choice:  # fmt: skip
+    memory: SymmetricMemory,
+    store: dist.Store | None,
+    most_sms: int,
+    config: Config,
+    request: Request,
+    why: str,
+    again: Again,
+) -> Choice:
     """``again``: the same in another epoch."""
     num_sms, all_sms = request.sms(most_sms)
     if request.engine == LOW_LATENCY:
@@ -174,9 +182,15 @@ def _on_kernels(
     chosen = choose_peer(config, num_sms, num_bytes, all_sms=all_sms, nodes=nodes)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
     make = partial(
-        chosen.engine, chosen.config, memory, tuning=chosen.tuning, buffer_bytes=num_bytes,
-        receive_bytes=chosen.receive_bytes, heap_bytes=chosen.heap_bytes, failures=failures,
-    )  # fmt: skip
+        chosen.engine,
+        chosen.config,
+        memory,
+        tuning=chosen.tuning,
+        buffer_bytes=num_bytes,
+        receive_bytes=chosen.receive_bytes,
+        heap_bytes=chosen.heap_bytes,
+        failures=failures,
+    )
     others = partial(_with_others, again, request, memory)
     name, gpu = chosen.engine.name, memory.device
     return Choice(make, gpu, f"{name}: {why}", others, request, most_sms)
@@ -212,9 +226,13 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
 
 
 def _cuda_memory(
-    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, gpu: torch.device,
-    request: Request, apart: bool,
-) -> tuple[SymmetricMemory, str]:  # fmt: skip
+    group: dist.ProcessGroup | None,
+    store: dist.Store | None,
+    config: Config,
+    gpu: torch.device,
+    request: Request,
+    apart: bool,
+) -> tuple[SymmetricMemory, str]:
     """Memory of GPUs, and why it is that kind. ``apart``: see :func:`_common_obstacle`."""
     from tokenyard.memory import nvshmem
     from tokenyard.memory.cuda import CudaMemory
@@ -235,9 +253,12 @@ def _cuda_memory(
 
 
 def _common_obstacle(
-    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str,
+    store: dist.Store | None,
+    config: Config,
+    gpu: torch.device | None,
+    obstacle: str,
     grid: Topology | None = None,
-) -> tuple[str, int, bool]:  # fmt: skip
+) -> tuple[str, int, bool]:
     """The first obstacle of any rank, or GPUs that cannot reach each other; the fewest
     multiprocessors of a GPU; and whether GPUs of different nodes do not map each other's memory:
     the same on every rank. ``grid``: they need not if there is NVSHMEM."""

@@ -212,7 +212,14 @@ def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
     return Tuning(
         channels=max(1, min(channels, 4 * num_sms // (2 * ranks))),
         dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=128, per_sm=2),
-        send=KernelConfig(rows=1, block=8192, chunk=4), reduce=sums, direct=direct, pull=FEW_PULLS,
-        forward=direct, push=KernelConfig(rows=2, block=4096, chunk=4, stages=4), gather=sums,
-        num_sms=num_sms, pushers=pushers, gatherers=programs - pushers,
-    )  # fmt: skip
+        send=KernelConfig(rows=1, block=8192, chunk=4),
+        reduce=sums,
+        direct=direct,
+        pull=FEW_PULLS,
+        forward=direct,
+        push=KernelConfig(rows=2, block=4096, chunk=4, stages=4),
+        gather=sums,
+        num_sms=num_sms,
+        pushers=pushers,
+        gatherers=programs - pushers,
+    )
