@@ -15,7 +15,6 @@ MOST_CHANNELS = 64
 LEAST_SLOTS = 8
 """Rows in a ring below which fewer channels, with more workers each, are better."""
 
-
 MOST_DESTINATIONS = 512
 """Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers:
 32 x 8 compiles, 64 x 8 had not after 200 s, and of 128 x 8 Triton refuses the table."""
