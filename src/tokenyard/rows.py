@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ def as_words(rows: Tensor) -> Tensor:
     if flat.storage_offset() * flat.element_size() % word.itemsize:  # views begin at whole words
         flat = flat.clone()
     return flat.view(word).view(rows.shape[0], -1)
+
+
+def address(tensor: Any) -> int:
+    """Where a tensor's data is; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -22,8 +22,7 @@ from tokenyard.types import Layout
 
 class Agreement(Engine):
     """Numbers the calls of one rank, and has all ranks agree on each. ``relays``: whether rows are
-    relayed: then headers count rows to each node too.
-    """
+    relayed: then headers count rows to each node too."""
 
     def __init__(
         self, config: Config, transport: Transport, grid: Topology, *, relays: bool
@@ -78,10 +77,8 @@ class Agreement(Engine):
         """Agree on the call ahead where headers are cheap; the function returned waits for that."""
         if not self._has_headers(fingerprint.op, False):
             return lambda: None
-        return self._swap(
-            head.blank(fingerprint, self.config.world_size, self._num_counts, num_tokens),
-            fingerprint,
-        )
+        size = self.config.world_size
+        return self._swap(head.blank(fingerprint, size, self._num_counts, num_tokens), fingerprint)
 
     def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
         finish = self._transport.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
@@ -100,15 +97,13 @@ class Agreement(Engine):
         self, fingerprint: Fingerprint, topk_idx: Tensor, send_plan: SendPlan, spec: Spec
     ) -> Callable[[], Tensor | None]:
         """Send headers; the function returned waits for those of all ranks, int64 ``[R, words]`` on
-        the host; None where static shapes let the device go on alone.
-        """
+        the host; None where static shapes let the device go on alone."""
         config = self.config
         if not self._has_headers(DISPATCH, spec.exact):
             self._remember_bad_index(topk_idx)
             return lambda: None
-        header = head.blank(fingerprint, config.world_size, self._num_counts, topk_idx.shape[0]).to(
-            topk_idx.device
-        )
+        tokens, device = topk_idx.shape[0], topk_idx.device
+        header = head.blank(fingerprint, config.world_size, self._num_counts, tokens).to(device)
         head.mark_bad_index(header, topk_idx, config.num_experts)
         header[:, head.NUM_ROWS] = send_plan.counts
         header[:, head.ROUTING] = head.digest(send_plan.topk_idx)

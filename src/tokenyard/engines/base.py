@@ -78,8 +78,7 @@ class CombineArguments(NamedTuple):
 class Engine(Protocol):
     """Dispatch and combine. ``dispatch``, ``redispatch``, ``combine`` and ``refuse`` are
     collective; calls of one object are made one at a time, in one order. Engines inherit from this
-    class, and with it what is usual.
-    """
+    class, and with it what is usual."""
 
     name: str
     config: Config
@@ -111,8 +110,7 @@ class Engine(Protocol):
 
     def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
         """Send each token once to every rank that holds one of its experts, with its ids and
-        weights. Rows, scales and source are flat or in the shape of ``Received``.
-        """
+        weights. Rows, scales and source are flat or in the shape of ``Received``."""
         ...
 
     def redispatch(self, given: CachedArguments) -> Payload:
@@ -125,8 +123,7 @@ class Engine(Protocol):
 
     def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows`` per token: on this rank first, then at the token's owner
-        (``docs/reference/semantics.md``, Combine).
-        """
+        (``docs/reference/semantics.md``, Combine)."""
         ...
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -147,8 +144,7 @@ class Engine(Protocol):
 
     def awaited(self) -> int | None:
         """A rank that waits for this one in the call that it makes next, as far as it is known.
-        Ranks that wait on the device do not say so.
-        """
+        Ranks that wait on the device do not say so."""
         return None
 
     def failure(self) -> Report | None:
@@ -169,8 +165,7 @@ class Engine(Protocol):
 
     def drain(self) -> None:
         """A call has failed, and none follows: return when nothing of this rank's calls runs any
-        more. PeerTimeout: it does not end.
-        """
+        more. PeerTimeout: it does not end."""
         ...
 
     def close(self) -> None:
@@ -190,15 +185,9 @@ class LowLatency(Protocol):
     def silent_rank(self) -> int | None: ...
 
     def check_dispatch(
-        self,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        cached: bool,
-        in_place: bool,
+        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool,
         options: CallOptions | None,
-    ) -> None: ...
+    ) -> None: ...  # fmt: skip
 
     def check_combine(
         self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None

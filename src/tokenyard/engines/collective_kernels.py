@@ -53,8 +53,7 @@ def _on_gpu(index: int) -> Binder:
 
 class CollectiveKernelsEngine(CollectiveEngine):
     """Dispatch and combine by all-to-all. ``obstacle_of``: why kernels cannot work on a GPU, empty
-    if they can.
-    """
+    if they can."""
 
     forced: Binder | None = None
     """For tests: kernels are launched so, on any device."""

@@ -16,7 +16,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import DispatchArguments
 from tokenyard.engines.receive_plan import num_result_rows
-from tokenyard.engines.rings import address, addresses, aligned, as_aligned, sums_for
+from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import Fingerprint
@@ -31,7 +31,7 @@ from tokenyard.kernels.plan import Picks, PlanOutputs
 from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result, RowConstants
 from tokenyard.routing import Placement, host_ints
-from tokenyard.rows import Payload, RowFormat
+from tokenyard.rows import Payload, RowFormat, address
 from tokenyard.types import Layout, Quantize
 
 FEW_TOKENS = 256
@@ -142,10 +142,8 @@ class Launches:
             returns=self._empty(torch.int64, tokens, self._width),
             first_pick=self._empty(torch.int64, tokens, config.num_topk),
             send=self._empty(torch.uint8, most, kind.row.row_bytes),
-            stride=stride,
-            tables=tables,
-            meta=plan + 4 * (sizes[0] + sizes[1]),
-        )
+            stride=stride, tables=tables, meta=plan + 4 * (sizes[0] + sizes[1]),
+        )  # fmt: skip
         picks = Picks(given.topk_idx.data_ptr(), address(given.weights))
         outputs = PlanOutputs(left.meta, left.first_pick.data_ptr(), 0, 0, 0, 0)
         headers, host, said, call = 0, 0, 0, 0
@@ -358,24 +356,17 @@ class Launches:
         per_row = (num_rows, topk) if flat else (num_rows,)
         slots = (came, 1 if flat else min(topk, local)) if spec.placed else (0,)
         ranges = (0,) if flat or major else (local, self.config.world_size, 2)
-        placed = Placement(
-            slots=empty(longs, *slots),
-            picks=empty(longs, *slots),
-            gather=empty(longs, num_rows if spec.placed else 0),
-        )
-        return (
-            self._rows(row, num_rows),
-            placed,
-            Arrived(
-                topk_idx=empty(longs, *per_row) if flat else empty(ints, 0),
-                weights=empty(floats, *per_row) if row.weighted else empty(floats, 0),
-                source=empty(longs, num_rows),
-                tokens_per_expert=empty(ints, local),
-                expert_offsets=empty(ints, local + 1 if major else 0),
-                source_ranges=empty(ints, *ranges),
-                overflow=empty(ints, 0 if spec.capacity is None else 1),
-            ),
-        )
+        gather = empty(longs, num_rows if spec.placed else 0)
+        placed = Placement(empty(longs, *slots), empty(longs, *slots), gather)
+        arrived = Arrived(
+            topk_idx=empty(longs, *per_row) if flat else empty(ints, 0),
+            weights=empty(floats, *per_row) if row.weighted else empty(floats, 0),
+            source=empty(longs, num_rows), tokens_per_expert=empty(ints, local),
+            expert_offsets=empty(ints, local + 1 if major else 0),
+            source_ranges=empty(ints, *ranges),
+            overflow=empty(ints, 0 if spec.capacity is None else 1),
+        )  # fmt: skip
+        return self._rows(row, num_rows), placed, arrived
 
 
 def constants_of(row: RowFormat) -> RowConstants:

@@ -166,8 +166,7 @@ class FailureReports:
 
     def _or_else(self, call: Callable[[], _T], unknown: _T) -> Callable[[], _T]:
         """``call``, but ``unknown`` where the store does not answer. One whose process is gone is
-        asked nothing more: torch prints a page for every question.
-        """
+        asked nothing more: torch prints a page for every question."""
 
         def asked() -> _T:
             if not self._store_is_gone:

@@ -192,8 +192,7 @@ class GlooTransport:
 
     def _until(self, begun: Begun, what: str) -> Any:
         """Wait for what is under way on the other thread, and return what comes of it. Ctrl-C ends
-        the wait, and so does a rank that has given up: this one waits in vain.
-        """
+        the wait, and so does a rank that has given up: this one waits in vain."""
         told = False
         try:
             while not begun.wait(SLICE):
@@ -317,8 +316,7 @@ class GlooTransport:
 @contextmanager
 def _connection(store: Any) -> Generator[Any]:
     """The same store over another connection, which is kept for the next to ask: torch's server
-    looks up the name of whoever connects, and answers nobody until DNS has (5 s at times).
-    """
+    looks up the name of whoever connects, and answers nobody until DNS has (5 s at times)."""
     of_server: Any = dist.TCPStore
     if not isinstance(store, of_server):
         yield store.clone()

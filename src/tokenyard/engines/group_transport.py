@@ -34,8 +34,7 @@ class GroupTransport:
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         """As :meth:`Transport.swap`; finishing, the host waits for the device. What it has then is
-        written again in the next swap.
-        """
+        written again in the next swap."""
         mine = header.to(self.device)
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=self.group)

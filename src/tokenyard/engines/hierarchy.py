@@ -129,9 +129,8 @@ class Hierarchy:
         )
         begin = used.cumsum(0) - used
         unused = used.sum(0) + (node * most).view(-1, 1, 1) - begin + row - used
-        return (
-            torch.where(row < used, begin + row, unused) + local.view(-1, 1) * self._room
-        ).reshape(-1)
+        place = torch.where(row < used, begin + row, unused) + local.view(-1, 1) * self._room
+        return place.reshape(-1)
 
     # The plan as ``Plan`` holds it: ``route`` and some numbers in ``splits``
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +40,9 @@ class Parts(NamedTuple):
 
 def parts_of(row_layout: RowLayout, num_rows: int) -> Parts:
     """Where rows, scales and meta of ``num_rows`` rows stand."""
-    at = [0]
-    for row_bytes in (
-        row_layout.words * row_layout.bits // 8,
-        4 * row_layout.scale_words,
-        4 * row_layout.meta_words,
-    ):
-        at.append(at[-1] + -(-num_rows * row_bytes // _PART) * _PART)
-    return Parts(*at[1:])
+    row_bytes = row_layout.words * row_layout.bits // 8
+    each = row_bytes, 4 * row_layout.scale_words, 4 * row_layout.meta_words
+    return Parts(*accumulate(-(-num_rows * size // _PART) * _PART for size in each))
 
 
 class Target(NamedTuple):
@@ -190,22 +186,20 @@ class InPlaceBuffers:
     ) -> Tensor:
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
         ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
-        copied there first, which ends the life of earlier results.
-        """
+        copied there first, which ends the life of earlier results."""
         workspace, print_ = self._workspace, signature.fingerprint
         buffer = self._buffer.room(self._row_bytes(rows.shape[1], rows.dtype), tag)
         launch = self._bound(signature, bias)
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, buffer.local, *bias)  # not where peers still read
-        there = rows.data_ptr() == buffer.local.data_ptr() and rows.is_contiguous()
-        elsewhere = rows.numel() > 0 and not there
+        here = rows.data_ptr() == buffer.local.data_ptr() and rows.is_contiguous()
+        elsewhere = rows.numel() > 0 and not here
         if elsewhere:
             rows, *terms = (
                 each.clone() if overlap(each, buffer.local) else each for each in (rows, *bias)
             )
-            buffer.local[: rows.numel() * rows.itemsize].view(rows.dtype).view(rows.shape).copy_(
-                rows
-            )
+            there = buffer.local[: rows.numel() * rows.itemsize].view(rows.dtype)
+            there.view(rows.shape).copy_(rows)
         self._memory.gate()
         pull_rows(
             launch,
@@ -237,8 +231,7 @@ class InPlaceBuffers:
     def expire(self, why: str) -> None:
         """End the life of the tensors given so far: using one, or a torch view of one, raises
         ``why``. torch has the means in its CUDA builds only; elsewhere they live on with the next
-        rows.
-        """
+        rows."""
         _forbid(self._given, why)
 
     def _payload(self, num_rows: int, signature: Signature, parts: Parts) -> Payload:

@@ -124,8 +124,7 @@ class LowLatencyEngine(Engine):
         options: CallOptions | None,
     ) -> None:
         """Raise if a dispatch cannot be made: NotSupported names the engine that can; ValueError:
-        rows do not fit into slots, options are wrong.
-        """
+        rows do not fit into slots, options are wrong."""
         by_column = options is not None and options.scales_by_column
         lack = "cached dispatch (handle=)" if cached else "in_place=True" if in_place else ""
         self._signature(payload, spec, mode, by_column, lack)
@@ -183,8 +182,7 @@ class LowLatencyEngine(Engine):
 
     def combine(self, given: CombineArguments) -> Any:
         """``weights`` ``[T, K]`` of the tokens' owners travel ahead. ``options`` have passed
-        :meth:`check_combine`.
-        """
+        :meth:`check_combine`."""
         rows, plan, spec, weights, reduce_weights, bias, out, raw, _, options, in_two = given
         if raw or reduce_weights is not None:
             raise NotSupported(
@@ -238,8 +236,7 @@ class LowLatencyEngine(Engine):
         held: tuple[Any, ...],
     ) -> Any:
         """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
-        returns. ``held`` are tensors that launches read.
-        """
+        returns. ``held`` are tensors that launches read."""
         launch = load(SEND if in_two else BOTH)  # may wait for launches that run: before the gate
         self._memory.gate()
         launch(*arguments)

@@ -45,8 +45,7 @@ class CallOptions:
 
     def check(self, config: Config, device: torch.device | None, num_tokens: int | None) -> None:
         """Raise ValueError, which names option, limit and value, if they cannot be. ``num_tokens``:
-        of a combine; None: they are those of a dispatch.
-        """
+        of a combine; None: they are those of a dispatch."""
         timeout: Any = self.timeout
         if timeout is not None and not 0 < real(timeout) < 1e9:
             limit = "must be a positive number of seconds below 1e9, or None"

@@ -103,8 +103,7 @@ class Signatures:
     ) -> DispatchSignature:
         """The signature of a dispatch. ``by_column``: ``CallOptions.scales_by_column``. Raises
         NotSupported, which names the engine that can, or ValueError: rows do not fit into slots, or
-        have no scales in blocks.
-        """
+        have no scales in blocks."""
         scales = payload.scales
         given = None if scales is None else (scales.dtype, scales.shape[1])
         call = payload.x.dtype, given, mode, by_column
@@ -163,9 +162,8 @@ class Signatures:
                 f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
                 f"only, not {asked}; engines 'nvlink' and 'collective' have"
             )
-        row = row_layout_of(
-            payload, mode, metadata_words(self._config.num_topk, self._workspace.far)
-        )
+        words = metadata_words(self._config.num_topk, self._workspace.far)
+        row = row_layout_of(payload, mode, words)
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
         sent = row_of(payload, mode)
         if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
@@ -217,18 +215,15 @@ class Signatures:
 
     def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
         payload, workspace = Payload(rows, None), self._workspace
-        row = row_layout_of(
-            payload, None, kept_words(self._config.num_topk, spec, workspace.per_node > 0)
-        )
+        words = kept_words(self._config.num_topk, spec, workspace.per_node > 0)
+        row = row_layout_of(payload, None, words)
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
             _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
             for at_owner in (False, True)
         )
-        return CombineSignature(
-            numbers=(here, at_owner),
-            launch=cache(partial(bind_combine, workspace, rows.dtype, row)),
-        )
+        launch = cache(partial(bind_combine, workspace, rows.dtype, row))
+        return CombineSignature(numbers=(here, at_owner), launch=launch)
 
 
 def _number(fingerprint: Fingerprint) -> int:

@@ -51,8 +51,7 @@ class LowLatencyTuning:
 def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLatencyTuning:
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
     that, because a program takes one slot. Rows are divided into as many parts as there are
-    programs for, besides those that count. ValueError: too few multiprocessors.
-    """
+    programs for, besides those that count. ValueError: too few multiprocessors."""
     if 2 * num_sms < num_ranks:
         raise ValueError(
             f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks"
@@ -93,11 +92,9 @@ def kept_words(num_topk: int, spec: Spec, mixed: bool) -> int:
 def _default_slot(config: Config, far: bool) -> int:
     """Bytes of the largest row of 2 bytes per channel, or cast on the way."""
     plain = Payload(torch.empty(0, config.hidden, dtype=torch.bfloat16, device="cpu"), None)
-    row_layouts = (
-        row_layout_of(plain, mode, metadata_words(config.num_topk, far))
-        for mode in (None, *Quantize)
-    )
-    return -(-max(row_layout.slot_bytes for row_layout in row_layouts) // 128) * 128
+    words = metadata_words(config.num_topk, far)
+    slots = (row_layout_of(plain, mode, words).slot_bytes for mode in (None, *Quantize))
+    return -(-max(slots) // 128) * 128
 
 
 class Workspace:

@@ -49,8 +49,7 @@ class Known(NamedTuple):
 
 class CallPlan:
     """A :class:`Plan` whose tensors are made when somebody reads them, and :class:`Known` of it.
-    Kernels need addresses only, and each tensor costs the host a third of a launch.
-    """
+    Kernels need addresses only, and each tensor costs the host a third of a launch."""
 
     counts: Any
 
@@ -101,8 +100,7 @@ def _whole(words: int) -> int:
 
 class Ahead(NamedTuple):
     """What the next fresh dispatch like this one needs, made while the host waits anyway:
-    allocations delay a launch.
-    """
+    allocations delay a launch."""
 
     # tokens, words of the plan, stream, whether for inference: the call must agree
     where: tuple[int, ...]
@@ -267,8 +265,7 @@ class Outputs:
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
     ) -> tuple[CallPlan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
-        source say so beforehand; kernels write the others.
-        """
+        source say so beforehand; kernels write the others."""
         ahead, signature.ahead = signature.ahead, None
         blank = signature.blank
         if blank is not None:
@@ -292,15 +289,11 @@ class Outputs:
 
     def _arrived_outputs(self, signature: Signature, num_rows: int) -> list[Output]:
         """Ids, weights and source tokens of result rows."""
-        shape = (num_rows,) if signature.experts else (num_rows, self._topk)
-        no_ids, no_weights = signature.experts, not signature.weighted
-        return [
-            Output(torch.int32, 0, None)
-            if no_ids
-            else Output(torch.int64, -1, shape, signature.holes),
-            Output(torch.float32, 0, None if no_weights else shape, signature.holes),
-            Output(torch.int64, -1, (num_rows,), signature.holes),
-        ]
+        experts, holes = signature.experts, signature.holes
+        shape = (num_rows,) if experts else (num_rows, self._topk)
+        ids = Output(torch.int32, 0, None) if experts else Output(torch.int64, -1, shape, holes)
+        weights = Output(torch.float32, 0, shape if signature.weighted else None, holes)
+        return [ids, weights, Output(torch.int64, -1, (num_rows,), holes)]
 
     def _each(self, wanted: list[Output]) -> list[Tensor]:
         device = self._device

@@ -18,7 +18,6 @@ from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap
-from tokenyard.engines.rings import address
 from tokenyard.engines.signatures import Launch, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor
 from tokenyard.engines.tuning import Tuning
@@ -27,12 +26,13 @@ from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint
+from tokenyard.kernels import region, two_region
 from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, bind_plan, make_plan
 from tokenyard.kernels.stand_in import bind_stand_ins
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, address
 from tokenyard.stats import Stats
 from tokenyard.types import Layout
 
@@ -54,6 +54,8 @@ class PeerEngine(Engine):
     _monitor_type = StatusMonitor
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
+    _most_tokens = 0
+    """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
     def __init__(
         self,
@@ -207,14 +209,18 @@ class PeerEngine(Engine):
         """Launch the plan. ``place``: of the block for the result (:meth:`ResultHeap.place`)."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]
-        self._table_rows = self._rows_of_table(tokens, signature)
+        self._most_tokens = max(self._most_tokens, tokens)
+        # in place no rank has more than the most
+        known = spec.exact and not signature.fingerprint.in_place
+        self._table_rows = self._most_tokens if known else config.max_tokens_per_rank
         above = place if workspace.grid.num_nodes == 1 else self._table_rows
         launch = signature.bound(topk_idx.dtype, lambda: bind_plan(
             workspace, config.num_topk, signature.row_layout.meta_words,
             by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
             exact=spec.exact, weighted=signature.weighted, wide=topk_idx.dtype == torch.int64,
         ))  # fmt: skip
-        counted = self._outputs.counted(signature, tokens, self._route_words(tokens))
+        words = self._plan_words(tokens) + self._table_words(self._table_rows)
+        counted = self._outputs.counted(signature, tokens, words)
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
             rows = signature.static_rows[1]
@@ -240,13 +246,30 @@ class PeerEngine(Engine):
         )
         return counted
 
-    def _rows_of_table(self, num_tokens: int, signature: Signature) -> int:
-        """What :attr:`_table_rows` is to be for a batch of ``num_tokens``."""
-        raise NotImplementedError
+    def _plan_words(self, num_tokens: Any) -> Any:
+        """int32 words of the plan of a batch of ``num_tokens`` before the forwarders' table."""
+        grid, channels = self._workspace.grid, self._workspace.tuning.channels
+        destinations = grid.world_size + grid.num_nodes
+        first_rows = two_region.first_forwarded_words(grid.world_size, grid.num_nodes, channels)
+        return region.plan_words(destinations, channels, num_tokens, self._local) + first_rows
 
-    def _route_words(self, num_tokens: Any) -> Any:
-        """int32 words of the plan of a batch of ``num_tokens``."""
-        raise NotImplementedError
+    def _table_words(self, rows: int) -> int:
+        """int32 words of the forwarders' table with ``rows`` rows per node."""
+        return (self._workspace.grid.num_nodes - 1) * rows * self._workspace.grid.ranks_per_node
+
+    def _with_room(self, counted: Counted) -> Counted:
+        """``counted`` with a table for as many tokens as any rank has, now that all are known."""
+        if self._most_tokens <= self._table_rows:
+            return counted
+        self._memory.settle()  # the plan's programs may still write to its outputs
+        words, grid = self._plan_words(counted.tokens), self._workspace.grid
+        larger = counted.route.new_empty(words + self._table_words(self._most_tokens))
+        larger[:words] = counted.route[:words]
+        rows_at: int = two_region.table_rows_at(
+            grid.world_size, grid.num_nodes, self._workspace.tuning.channels
+        )
+        larger[rows_at] = self._most_tokens
+        return counted._replace(route=larger, route_words=larger.shape[0])
 
     def _learn(self, signature: Signature) -> Any:
         """Wait on the host for everybody's counts, and check them: ``Plan.splits``."""
@@ -266,6 +289,7 @@ class PeerEngine(Engine):
         known[self._receive.needed_at + 1] = 0  # :meth:`ResultHeap.note`
         if size > 1:
             np.add.reduce(self._counts, 0, None, known[known.shape[0] - self._local :])
+        self._most_tokens = max(self._most_tokens, int(self._headers[:, head.NUM_TOKENS].max()))
         return known
 
     # Results
@@ -302,5 +326,8 @@ class PeerEngine(Engine):
                 self.stats.add(head.OPS[op], now[0] - told[0], out, into, row_bytes)
 
     def _seen(self, rows: Any) -> Any:
-        """Of ``rows [2, R]`` to and from each rank, those that the host counts."""
-        return rows
+        """Of ``rows [2, R]`` to and from each rank, those inside the node: others are counted by
+        the device."""
+        grid, near = self._workspace.grid, np.zeros(self.config.world_size, dtype=np.int64)
+        near[list(grid.ranks_of(grid.node_of(self.config.rank)))] = 1
+        return rows * near

@@ -97,20 +97,10 @@ class ReceiveBuffer:
             most = most_rows_back(self._config) * (row_layout.payload_bytes + 4 * picks)
             self._growing.room(self._rows_at + -(-most // 256) * 256, tag)
         weights_at = self._rows_at + self._most_rows(row_layout, picks) * row_layout.payload_bytes
-        launch = signature.bound(
-            (how, picks and weights_at),
-            lambda: bind_push(
-                workspace,
-                row_layout,
-                signature.dtype,
-                signature.width if how.placed else 1,
-                picks,
-                how.dtypes,
-                by_expert=how.placed,
-                weighted=how.weighted,
-                weights_at=weights_at,
-            ),
-        )
+        launch = signature.bound((how, picks and weights_at), lambda: bind_push(
+            workspace, row_layout, signature.dtype, signature.width if how.placed else 1, picks,
+            how.dtypes, by_expert=how.placed, weighted=how.weighted, weights_at=weights_at,
+        ))  # fmt: skip
         workspace.memory.gate()
         push_rows(
             launch,

@@ -20,14 +20,7 @@ from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
-from tokenyard.engines.rings import (
-    address,
-    addresses,
-    aligned,
-    as_aligned,
-    row_layout_of,
-    sums_for,
-)
+from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
@@ -38,7 +31,7 @@ from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, address
 from tokenyard.types import Layout, Quantize
 
 
@@ -88,11 +81,9 @@ class RingEngine(PeerEngine):
             signature = self._signature(kind)
             placed = signature.experts and not raw
             known, size = known_of(plan), self.config.world_size
-            arrived = (
-                sum(known.counts[size : 2 * size].tolist())
-                if spec.exact
-                else self.config.padded_rows
-            )
+            arrived = self.config.padded_rows
+            if spec.exact:
+                arrived = sum(known.counts[size : 2 * size].tolist())
             num_rows = known.num_rows if placed else arrived
             tag = signature.tag | pack_routing(int(known.counts[2 * size]))
             if in_place:
@@ -101,10 +92,7 @@ class RingEngine(PeerEngine):
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 in_heap = self._heap.was_in_heap(known.counts, signature)
                 block = self._heap.take_again(signature, num_rows) if in_heap else None
-                if block is None:
-                    out = _result(payload, signature, num_rows, zeros=zeros)
-                else:
-                    out = Payload(self._heap.rows_in(block, signature, num_rows), None)
+                out = self._result(payload, signature, num_rows, block, zeros=zeros)
                 launch = signature.bound(("rings", in_heap), lambda: bind_two_dispatch(
                     self._workspace, self.config.num_topk, signature.row_layout, mode,
                     signature.dtype, signature.width if placed else 1, by_expert=placed,
@@ -147,12 +135,8 @@ class RingEngine(PeerEngine):
                 rows = as_aligned(rows)
                 parts = Partials(rows.data_ptr(), known.slots_at, *map(address, kept))
                 sums = Sums(*addresses(bias), total.data_ptr(), address(reduced))
-                how = CombineOptions(
-                    dtypes=tuple(term.dtype for term in bias),
-                    placed=signature.experts and not raw,
-                    weighted=weights is not None,
-                    picks=width,
-                )
+                dtypes, placed = tuple(term.dtype for term in bias), signature.experts and not raw
+                how = CombineOptions(dtypes, placed, scaled, width)
                 takes = self._receive.takes(
                     known.counts, signature.row_layout, width, exact=spec.exact
                 )
@@ -177,19 +161,10 @@ class RingEngine(PeerEngine):
         row_layout = signature.row_layout
         if how.picks:
             row_layout = replace(row_layout, meta_words=-(-how.picks // 4) * 4)
-        launch = signature.bound(
-            how,
-            lambda: bind_two_combine(
-                self._workspace,
-                row_layout,
-                signature.dtype,
-                signature.width if how.placed else 1,
-                how.picks,
-                how.dtypes,
-                by_expert=how.placed,
-                weighted=how.weighted,
-            ),
-        )
+        launch = signature.bound(how, lambda: bind_two_combine(
+            self._workspace, row_layout, signature.dtype, signature.width if how.placed else 1,
+            how.picks, how.dtypes, by_expert=how.placed, weighted=how.weighted,
+        ))  # fmt: skip
         self._memory.gate()
         combine_rows(
             launch,
@@ -204,8 +179,7 @@ class RingEngine(PeerEngine):
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised ``[num_rows, hidden]`` for a combine in place; any memory will do where
-        rows are pushed. Else it is symmetric, and collective where that has to grow.
-        """
+        rows are pushed. Else it is symmetric, and collective where that has to grow."""
         with self._memory.tensors():
             if self._pulls:
                 return self._in_place.rows(num_rows, hidden, dtype)
@@ -268,10 +242,6 @@ class RingEngine(PeerEngine):
             self._heap.prepare(signature)
         return done
 
-    def _with_room(self, counted: Counted) -> Counted:
-        """``counted``, now that all ranks' tokens are known."""
-        raise NotImplementedError
-
     def _move(
         self,
         payload: Payload,
@@ -303,10 +273,7 @@ class RingEngine(PeerEngine):
         if block is not None and signature.in_heap:
             out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
             return out, plan, arrived
-        if block is None:
-            out = _result(payload, signature, num_rows, zeros=False)
-        else:
-            out = Payload(self._heap.rows_in(block, signature, num_rows), None)
+        out = self._result(payload, signature, num_rows, block, zeros=False)
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.width, by_expert=signature.experts, padding=signature.padding, fresh=True,
@@ -327,12 +294,16 @@ class RingEngine(PeerEngine):
         )
         return out, plan, arrived
 
-
-def _result(payload: Payload, signature: Signature, num_rows: int, *, zeros: bool) -> Payload:
-    """Ordinary memory for ``num_rows`` rows."""
-    sent, like = signature.sent, payload.x
-    make = like.new_zeros if zeros else like.new_empty
-    x = make((num_rows, sent.hidden), dtype=sent.dtype)
-    if not sent.scale_words:
-        return Payload(x, None)
-    return Payload(x, make((num_rows, sent.num_scales), dtype=sent.scale_dtype))
+    def _result(
+        self, payload: Payload, signature: Signature, num_rows: int, block: Tensor | None, *,
+        zeros: bool,
+    ) -> Payload:  # fmt: skip
+        """Memory for ``num_rows`` rows: in ``block``, or ordinary memory."""
+        if block is not None:
+            return Payload(self._heap.rows_in(block, signature, num_rows), None)
+        sent, like = signature.sent, payload.x
+        make = like.new_zeros if zeros else like.new_empty
+        x, scales = make((num_rows, sent.hidden), dtype=sent.dtype), None
+        if sent.scale_words:
+            scales = make((num_rows, sent.num_scales), dtype=sent.scale_dtype)
+        return Payload(x, scales)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.formats import row_of
-from tokenyard.rows import Payload, overlap, padded
+from tokenyard.rows import Payload, address, overlap, padded
 from tokenyard.types import Quantize
 
 DEFAULT_BUFFER_BYTES = 128 << 20
@@ -86,11 +85,6 @@ def sums_for(rows: Tensor, tokens: int, out: Tensor | None, *read: Tensor) -> Te
     if out is not None and fits and not any(overlap(out, each) for each in read):
         return out
     return rows.new_empty(tokens, rows.shape[1])
-
-
-def address(tensor: Any) -> int:
-    """Where a tensor's data is; 0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def addresses(bias: tuple[Tensor, ...]) -> tuple[int, int]:

@@ -143,8 +143,7 @@ def report_of(
     terms: dict[str, Any],
 ) -> str:
     """What this process sees of GPUs, if it and others are to map each other's memory on these
-    ``Choice.terms``: a ``Report``, or nothing.
-    """
+    ``Choice.terms``: a ``Report``, or nothing."""
     if terms["request"]["engine"] == COLLECTIVE or isinstance(group, MemoryGroup):
         return ""
     gpu = _gpu(None, device)
@@ -262,8 +261,7 @@ def _common_obstacle(
 ) -> tuple[str, int, bool]:
     """The first obstacle of any rank, or GPUs that cannot reach each other; the fewest
     multiprocessors of a GPU; and whether GPUs of different nodes do not map each other's memory:
-    the same on every rank. ``grid``: they need not if there is NVSHMEM.
-    """
+    the same on every rank. ``grid``: they need not if there is NVSHMEM."""
     sms = 0 if gpu is None else multiprocessors(gpu)
     if store is None:
         return obstacle, sms, False

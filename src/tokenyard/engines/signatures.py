@@ -26,8 +26,7 @@ Launch = Callable[..., None]
 @dataclass(slots=True, eq=False, kw_only=True)
 class Signature:
     """What dispatches or combines of one signature share. ``fingerprint``, ``words`` and ``tag``
-    are what a call tells the others.
-    """
+    are what a call tells the others."""
 
     spec: Spec
     mode: Quantize | None

@@ -24,19 +24,9 @@ from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
 
 TAG_FIELDS = {
-    "op": 2,
-    "quantize": 5,
-    "scaled": 1,
-    "dtype": 4,
-    "hidden": 13,
-    "scale_words": 12,
-    "scale_dtype": 4,
-    "layout": 3,
-    "exact": 1,
-    "weighted": 1,
-    "in_place": 1,
-    "routing": 16,
-}
+    "op": 2, "quantize": 5, "scaled": 1, "dtype": 4, "hidden": 13, "scale_words": 12,
+    "scale_dtype": 4, "layout": 3, "exact": 1, "weighted": 1, "in_place": 1, "routing": 16,
+}  # fmt: skip
 """Fields of a fingerprint that every data call compares on the device, and the bits that each gets:
 63 in all.
 
@@ -88,11 +78,9 @@ _PHASES: dict[int, tuple[str, str]] = {
 }
 
 _WAITS: dict[int, str] = {
-    sync.ON_PLAN.value: "plan",
-    sync.ON_COUNTS.value: "counts",
-    sync.ON_CALL_BARRIER.value: "call",
-    sync.ON_ROOM.value: "room",
-}
+    sync.ON_PLAN.value: "plan", sync.ON_COUNTS.value: "counts",
+    sync.ON_CALL_BARRIER.value: "call", sync.ON_ROOM.value: "room",
+}  # fmt: skip
 """What statistics call a wait; others are for rows."""
 
 
@@ -161,8 +149,7 @@ class StatusMonitor:
     @property
     def _now(self) -> Begun:
         """The call in which a kernel gave up, behind which others may be queued; the last one,
-        while none has. Of a replay of a CUDA graph: the last call of that kind by the host.
-        """
+        while none has. Of a replay of a CUDA graph: the last call of that kind by the host."""
         code, phase, own, tag, entered = (
             int(self._status[at])
             for at in (sync.CODE, sync.PHASE, sync.EXPECTED, sync.TAG, sync.CALL)
@@ -187,8 +174,7 @@ class StatusMonitor:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait on the host until ``ready()`` or until a kernel gives up, and raise then. Kernels
-        bound every wait themselves; how long the device is busy before is the caller's affair.
-        """
+        bound every wait themselves; how long the device is busy before is the caller's affair."""
         memory, status, begin = self._workspace.memory, self._status, time.monotonic()
         limit = self._config.timeout + 1
         look = min(LOOK, limit) if self._on_gpu else limit
@@ -248,8 +234,7 @@ class StatusMonitor:
 
     def failure(self) -> Report | None:
         """The report of the first rank that gave up, if any did. Raises if a kernel of this rank
-        has.
-        """
+        has."""
         self.raise_if_failed()
         return self._failures.first()
 
@@ -273,8 +258,7 @@ class StatusMonitor:
 
     def _stop(self) -> None:
         """Tell kernels of this rank that one of them has given up, so that nobody waits for their
-        timeout. The copy engine writes the word, beside kernels that fill the device.
-        """
+        timeout. The copy engine writes the word, beside kernels that fill the device."""
         if self._on_gpu and not torch.cuda.is_current_stream_capturing():
             self._give_up(1)
 
@@ -286,8 +270,7 @@ class StatusMonitor:
 
     def raise_if_failed(self) -> None:
         """Raise what a kernel of this rank has given up on, if any: PeerTimeout (a rank was
-        silent), Mismatch (different calls) or PeerError (a rank announced too much).
-        """
+        silent), Mismatch (different calls) or PeerError (a rank announced too much)."""
         if not self._status[sync.CODE]:
             return
         if self._failure is None:

@@ -32,8 +32,7 @@ class Spans:
         stride: int | None = None,
     ) -> Spans:
         """Rows to and from ``peers`` only, one count of each per peer. Blocks follow each other
-        without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use.
-        """
+        without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use."""
 
         def spread(values: list[int]) -> list[int]:
             everybody = [0] * num_ranks
@@ -77,14 +76,12 @@ class Transport(Protocol):
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
         """Send ``header[d]`` to each rank d; finishes with what each sent here: int64 ``[R,
-        words]`` on the CPU.
-        """
+        words]`` on the CPU."""
         ...
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
         """Move rows: block d of ``send`` to rank d, into its block for this rank of ``recv`` (uint8
-        ``[rows, bytes]``).
-        """
+        ``[rows, bytes]``)."""
         ...
 
     def awaited(self, call: int) -> int | None:

@@ -15,7 +15,6 @@ MOST_CHANNELS = 64
 LEAST_SLOTS = 8
 """Rows in a ring below which fewer channels, with more workers each, are better."""
 
-
 MOST_DESTINATIONS = 512
 """Ranks and nodes together. Kernels of plans hold tables of so many rows and columns in registers:
 32 x 8 compiles, 64 x 8 had not after 200 s, and of 128 x 8 Triton refuses the table."""
@@ -70,8 +69,7 @@ class KernelConfig:
 
     def stages_for(self, round_bytes: int, shared: int) -> int:
         """Of ``stages``, as many as a program has ``shared`` memory for; one less is kept there. 4
-        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each.
-        """
+        stages of 64 KiB keep 3 rounds, 192 KiB; two programs on one multiprocessor one each."""
         return max(1, min(self.stages, 1 + shared // round_bytes))
 
     def staged(self, rows: int, row_bytes: int, shared: int) -> tuple[int, int]:
@@ -173,8 +171,7 @@ def peer_tuning(
     num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
 ) -> Tuning:
     """The tuning for ``num_sms`` multiprocessors, and ``channels`` at most. ValueError: there is
-    none for a program.
-    """
+    none for a program."""
     if num_sms < 1:
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     if all_sms and grid.num_nodes == 1:
@@ -182,23 +179,15 @@ def peer_tuning(
     pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
     chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
     dispatch = KernelConfig(rows=4, block=4096, chunk=chunk, num_warps=16, max_registers=128)
+    reduce = KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
     return Tuning(
         channels=min(channels, few_channels(num_sms, grid.world_size) if one_node else num_sms),
-        dispatch=dispatch,
+        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=FEW_SUMS,
         send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
-        reduce=KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
-        if all_sms
-        else FEW_PULLS,
-        direct=dispatch,
-        pull=FEW_PULLS,
-        forward=KernelConfig(rows=4, block=4096, num_warps=16),
-        push=FEW_PUSHES,
-        gather=FEW_SUMS,
-        num_sms=num_sms,
-        pushers=pushers,
-        gatherers=max(1, num_sms - pushers),
-        cast_ahead=one_node,
-    )
+        reduce=reduce if all_sms else FEW_PULLS,
+        forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
+        gatherers=max(1, num_sms - pushers), cast_ahead=one_node,
+    )  # fmt: skip
 
 
 def few_channels(num_sms: int, ranks: int) -> int:

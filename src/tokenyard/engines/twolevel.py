@@ -6,17 +6,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from tokenyard.engines.known import NVLINK, TWOLEVEL
-from tokenyard.engines.outputs import Counted
 from tokenyard.engines.ring_engine import RingEngine
-from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.handle import Spec
-from tokenyard.header import COMBINE, NUM_TOKENS
+from tokenyard.header import COMBINE
 from tokenyard.kernels import region, sync, two_region
 from tokenyard.routing import host_ints
 
@@ -25,8 +21,7 @@ _ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.
 
 class TwolevelMonitor(StatusMonitor):
     """Rings inside are named after the source or owner of their rows
-    (``docs/reference/twolevel.md``), network rings after the node.
-    """
+    (``docs/reference/twolevel.md``), network rings after the node."""
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
         grid, me = self._workspace.grid, self._config.rank
@@ -64,8 +59,6 @@ class TwolevelEngine(RingEngine):
 
     name, _pulls = TWOLEVEL, True
     _monitor_type = TwolevelMonitor
-    _most_tokens = 0
-    """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
     def check(self) -> None:
         super().check()
@@ -76,19 +69,13 @@ class TwolevelEngine(RingEngine):
         """Bring to the statistics what kernels counted: rows between ranks of my local index."""
         grid, channels, me = self._workspace.grid, self._workspace.tuning.channels, self.config.rank
         state, begin = self._workspace.state.cpu(), region.state_words(grid.world_size, channels)
-        end = two_region.net_bytes_at(grid.world_size, grid.num_nodes, channels)
+        end = cast("int", two_region.state_at("bytes", grid.world_size, grid.num_nodes, channels))
         rows = state[begin:end].view(2, grid.num_nodes, channels).sum(2)
         sent, taken = host_ints(rows[0]), host_ints(rows[1])
         for node, peer in enumerate(grid.rail_of(me)):
             if peer != me:
                 self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
                 self.stats.bytes_sent[peer] = int(state[end + node])
-
-    def _seen(self, rows: Any) -> Any:
-        """Rows of ranks on other nodes travel otherwise: see :meth:`check`."""
-        grid, near = self._workspace.grid, np.zeros(self.config.world_size, dtype=np.int64)
-        near[list(grid.ranks_of(grid.node_of(self.config.rank)))] = 1
-        return rows * near
 
     def route_shapes(
         self, num_tokens: Any, spec: Spec, new_size: Any
@@ -97,50 +84,6 @@ class TwolevelEngine(RingEngine):
             return (new_size(),), torch.int32, new_size()
         words = self._plan_words(num_tokens) + self._table_words(self.config.max_tokens_per_rank)
         return (words,), torch.int32, self.config.padded_rows
-
-    # The plan
-
-    def _plan_words(self, num_tokens: Any) -> Any:
-        grid, channels = self._workspace.grid, self._workspace.tuning.channels
-        destinations = grid.world_size + grid.num_nodes
-        first_rows = two_region.first_forwarded_words(grid.world_size, grid.num_nodes, channels)
-        return region.plan_words(destinations, channels, num_tokens, self._local) + first_rows
-
-    def _table_words(self, rows: int) -> int:
-        """int32 words of the forwarders' table with ``rows`` rows per node."""
-        return (self._workspace.grid.num_nodes - 1) * rows * self._workspace.grid.ranks_per_node
-
-    def _route_words(self, num_tokens: Any) -> Any:
-        return self._plan_words(num_tokens) + self._table_words(self._table_rows)
-
-    def _rows_of_table(self, num_tokens: int, signature: Signature) -> int:
-        self._most_tokens = max(self._most_tokens, num_tokens)
-        # In place no rank has more than the most.
-        known = signature.spec.exact and not signature.fingerprint.in_place
-        return self._most_tokens if known else self.config.max_tokens_per_rank
-
-    def _learn(self, signature: Signature) -> Any:
-        known = super()._learn(signature)
-        self._most_tokens = max(self._most_tokens, int(self._headers[:, NUM_TOKENS].max()))
-        return known
-
-    def _with_room(self, counted: Counted) -> Counted:
-        if self._most_tokens <= self._table_rows:
-            return counted
-        self._memory.settle()  # the plan's programs may still write to its outputs
-        larger = self._with_larger_table(counted.route, counted.tokens)
-        return counted._replace(route=larger, route_words=larger.shape[0])
-
-    def _with_larger_table(self, route: Tensor, num_tokens: int) -> Tensor:
-        """``route`` with a table for as many tokens as any rank has."""
-        words, grid = self._plan_words(num_tokens), self._workspace.grid
-        larger = route.new_empty(words + self._table_words(self._most_tokens))
-        larger[:words] = route[:words]
-        rows_at: int = two_region.table_rows_at(
-            grid.world_size, grid.num_nodes, self._workspace.tuning.channels
-        )
-        larger[rows_at] = self._most_tokens
-        return larger
 
 
 class NvlinkEngine(TwolevelEngine):

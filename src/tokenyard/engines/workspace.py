@@ -42,8 +42,7 @@ class NetRing:
     @property
     def most_rows(self) -> int:
         """Rows that a reducer may have in flight: ``slots >= chunk + chunk + rows - 2``
-        (``docs/reference/twolevel.md``).
-        """
+        (``docs/reference/twolevel.md``)."""
         return max(1, self.slots - 2 * self.chunk + 2)
 
 
@@ -52,8 +51,7 @@ class PeerWorkspace:
     signals. Making one is collective. ``buffer_bytes`` is what all rings together were given,
     ``num_bytes`` the whole region. ``stand_ins``: launches that play ranks that are gone,
     ``absent``: which (``kernels/stand_in.py``). ``waited``: what this rank has waited for
-    (``kernels/sync.py``, ``note_wait``).
-    """
+    (``kernels/sync.py``, ``note_wait``)."""
 
     stand_ins: tuple[Callable[..., None], ...] = ()
 
@@ -123,9 +121,10 @@ class PeerWorkspace:
         self.plan_ranks = ranks + nodes
         self.rank_bins = power_of_two_at_least(max(ranks + nodes, ranks + 2))
 
-    @property
-    def header_exchange(self) -> tuple[int, int, bool]:
-        return self.grid.ranks_per_node, self.far_at, self.net
+    def bind(self, kernel: Any, programs: int, config: KernelConfig, k: Any) -> Callable[..., None]:
+        """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
+        warps, most = config.num_warps, config.max_registers
+        return self.memory.bind(kernel, programs, num_warps=warps, max_registers=most, k=k)
 
     @property
     def direct_workers(self) -> int:

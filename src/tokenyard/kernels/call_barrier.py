@@ -22,8 +22,7 @@ import triton.language as tl
 from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
 from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, lacking, note_call,
-    wait_for_all, words,
+    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, lacking, note_call, wait_for_all, words,
 )  # fmt: skip
 
 

@@ -157,11 +157,8 @@ def collective_count_kernel(
     result has room for ``num_rows``."""
     P: tl.constexpr = k.parts
     c = tl.program_id(0)
-    rank, num_experts, most_rows = (
-        rank.to(tl.int32),
-        num_experts.to(tl.int32),
-        most_rows.to(tl.int32),
-    )
+    rank, num_experts = rank.to(tl.int32), num_experts.to(tl.int32)
+    most_rows = most_rows.to(tl.int32)
     routing = Routing(
         plan=counts.plan, rank=rank, num_tokens=rank * 0, num_experts=num_experts,
         num_rows=num_rows.to(tl.int32),

@@ -32,9 +32,7 @@ from tokenyard.kernels.structs import Cast, Grid, Payload, Routing, RowConstants
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
-_CALL_AT, _ROWS_AT, _COUNTS_AT = (
-    tl.constexpr(at) for at in (head.CALL_AT, head.NUM_ROWS, head.COUNTS)
-)
+_CALL_AT, _ROWS_AT, _COUNTS_AT = map(tl.constexpr, (head.CALL_AT, head.NUM_ROWS, head.COUNTS))
 CHANNELS, FEW_CHANNELS = 64, 8
 """Programs of a plan, and those for few tokens."""
 MOST_COLUMNS = tl.constexpr(32)

@@ -23,7 +23,6 @@ from tokenyard.kernels.structs import (
     Batch, Cast, Grid, NetworkRing, Payload, Result, Routing, RowConstants, Strides,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, given_up, words
-from tokenyard.routing import power_of_two_at_least
 
 
 class DirectConfig(NamedTuple):
@@ -92,11 +91,8 @@ def _store_words(
     for i in tl.static_range(count):
         d = (first + i) % count
         row = tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1)
-        to = (
-            as_words(tl.sum(tl.where(r == d, parts, 0)), bits)
-            + row.to(tl.int64)[:, None] * num_words
-            + w[None, :]
-        )
+        to = as_words(tl.sum(tl.where(r == d, parts, 0)), bits)
+        to = to + row.to(tl.int64)[:, None] * num_words + w[None, :]
         tl.store(to, v, mask=(row >= 0)[:, None] & (w < num_words)[None, :], cache_modifier=".cs")
 
 
@@ -109,9 +105,8 @@ def _store_cast(
     r = tl.arange(0, rows.shape[1])
     for i in tl.static_range(count):
         d = (first + i) % count
-        at = of_each(
-            tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1), rows.shape[0], how.groups
-        )
+        at = tl.sum(tl.where((r == d)[None, :], rows, 0), axis=1)
+        at = of_each(at, rows.shape[0], how.groups)
         base = tl.sum(tl.where(r == d, buffers.rows, 0))
         store_cast(
             values, scale, base, row.hidden, base + buffers.scales_at, row.scale_words * 4, at, g,
@@ -147,9 +142,8 @@ def write_rows(
         g = tl.arange(0, num_rows * groups) % groups
         floats = tl.multiple_of(payload.rows.to(tl.pointer_type(k.cast.dtype)), 16)
         index, here = of_each(index, num_rows, groups), of_each(here, num_rows, groups)
-        values, scale = cast(
-            load_groups(floats, index, g, here, row.hidden, k.cast), g, row.hidden, k.cast
-        )
+        floats = load_groups(floats, index, g, here, row.hidden, k.cast)
+        values, scale = cast(floats, g, row.hidden, k.cast)
         _store_cast(values, scale, g, rows, buffers, first, count, row, k.cast)
     else:
         if S:
@@ -224,20 +218,12 @@ def bind_unpack(
 ) -> Callable[..., None]:
     """Compile and load the kernel that unpacks the metadata of rows in place."""
     ranks, channels = workspace.memory.world_size, workspace.tuning.channels
+    placing = placing_of(num_topk, 1, by_expert=False, fresh=True, weighted=weighted, static=static)
     k = UnpackConfig(
-        ranks=ranks,
-        plan_ranks=workspace.plan_ranks,
-        channels=channels,
-        placing=placing_of(
-            num_topk, 1, by_expert=False, fresh=True, weighted=weighted, static=static
-        ),
-        metadata_words=metadata_words,
-        rows=max(1, MOST_PICKS // power_of_two_at_least(num_topk)),
-        heap=heap,
-    )
-    return workspace.memory.bind(
-        unpack_kernel, ranks * channels, num_warps=4, max_registers=None, k=k
-    )
+        ranks=ranks, plan_ranks=workspace.plan_ranks, channels=channels, placing=placing,
+        metadata_words=metadata_words, rows=max(1, MOST_PICKS // placing.topk_bins), heap=heap,
+    )  # fmt: skip
+    return workspace.memory.bind(unpack_kernel, ranks * channels, num_warps=4, k=k)
 
 
 def unpack_in_place(

@@ -244,9 +244,7 @@ def bind_cast(workspace: Any, row_layout: Any, mode: Any, dtype: Any) -> Callabl
         programs=programs, row=row_constants(row_layout), cast=cast_of(row_layout, mode, dtype),
         rows=rows_sent(config, row_layout, mode, config.block, MOST_CAST),
     )  # fmt: skip
-    return workspace.memory.bind(
-        cast_kernel, programs, num_warps=config.num_warps, max_registers=config.max_registers, k=k
-    )
+    return workspace.bind(cast_kernel, programs, config, k)
 
 
 def config_of(

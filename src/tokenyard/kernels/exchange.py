@@ -15,9 +15,8 @@ from tokenyard.kernels.region import (
 from tokenyard.kernels.sync import STATUS, add_release, words
 from tokenyard.kernels.two_headers import put_node_headers, to_node_header
 
-_STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
-    tl.constexpr(at)
-    for at in (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
+_STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = map(
+    tl.constexpr, (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
 )
 NO_PICK = tl.constexpr(2**62)
 """Instead of the place of the first bad pick: there is none."""

@@ -33,17 +33,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import (
-    count_packed, first_put, is_far, tell_or_put, via_of,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_far import count_packed, first_put, is_far, tell_or_put, via_of
 from tokenyard.kernels.low_latency_far_combine import (
     put_sums, put_weights, stage_weights, wait_chunks, wait_far_weights,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_lost import (
-    merged_ids, owner_weights, sums_of, tell_lost,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_lost import merged_ids, owner_weights, sums_of, tell_lost
 from tokenyard.kernels.low_latency_memory import (
-    ROWS, WEIGHTS, Sizes, Stages, address, count_of, epoch_of, flag_of, slot_of, slots_in,
+    ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, slots_in,
     staged_of, weight_of, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_rail import is_handed_on, source_of
@@ -59,6 +55,7 @@ from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
+from tokenyard.rows import address
 
 
 class CombineConfig(NamedTuple):
@@ -363,23 +360,14 @@ def bind_combine(
     share = max(1, hidden // tuning.shares)
     biases = (*map(kernel_type, bias), None, None)
     k = CombineConfig(
-        sizes=workspace.sizes,
-        hidden=workspace.config.hidden,
-        shares=tuning.shares,
-        share=share,
-        sent_block=min(hidden, tuning.sent_channels),
-        added_block=min(share, tuning.added_channels),
-        dtype=kernel_type(dtype),
-        weighted=weighted,
-        bias0=biases[0],
-        bias1=biases[1],
+        sizes=workspace.sizes, hidden=workspace.config.hidden, shares=tuning.shares, share=share,
+        sent_block=min(hidden, tuning.sent_channels), added_block=min(share, tuning.added_channels),
+        dtype=kernel_type(dtype), weighted=weighted, bias0=biases[0], bias1=biases[1],
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
         chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, workspace.config.max_tokens_per_rank),
-        lost=lost and stages.receive,
-        stages=stages,
-        early=workspace.memory.early,
-    )
+        lost=lost and stages.receive, stages=stages, early=workspace.memory.early,
+    )  # fmt: skip
     return workspace.bind(low_combine_kernel, k)
 
 

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import first_put
-from tokenyard.kernels.low_latency_memory import Sizes, Stages, address, epoch_of, slots_in
+from tokenyard.kernels.low_latency_memory import Sizes, Stages, epoch_of, slots_in
 from tokenyard.kernels.low_latency_rail import hand_on, source_of
 from tokenyard.kernels.low_latency_receive import empty_rows, finish_block, lead, receive_slot
 from tokenyard.kernels.low_latency_send import put_rows, send_counts, send_piece
@@ -47,6 +47,7 @@ from tokenyard.kernels.region import first_expert
 from tokenyard.kernels.structs import Cast, RowConstants, row_constants
 from tokenyard.kernels.sync import follow
 from tokenyard.routing import power_of_two_at_least
+from tokenyard.rows import address
 from tokenyard.types import Layout
 
 
@@ -163,24 +164,17 @@ def bind_dispatch(
     tuning, config = workspace.tuning, workspace.config
     words_bins, cast = power_of_two_at_least(row_layout.words), cast_of(row_layout, mode, dtype)
     k = DispatchConfig(
-        sizes=workspace.sizes,
-        row=row_constants(row_layout),
+        sizes=workspace.sizes, row=row_constants(row_layout),
         cast=cast._replace(groups=cast.groups // tuning.pieces),
         expert_bins=power_of_two_at_least(max(config.most_local_experts, 2)),
         counted=min(power_of_two_at_least(config.max_tokens_per_rank), 32 * tuning.num_warps),
-        pieces=tuning.pieces,
-        piece=max(1, words_bins // tuning.pieces),
+        pieces=tuning.pieces, piece=max(1, words_bins // tuning.pieces),
         block=min(words_bins, tuning.words),
-        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, config.max_tokens_per_rank),
-        wide=wide,
-        weighted=weighted,
-        padded=spec.layout is Layout.EXPERT_PADDED,
-        padding=spec.expert_alignment > 1,
-        by_column=by_column and stages.receive,
-        load_bytes=load_bytes,
-        stages=stages,
-        early=workspace.memory.early,
-    )
+        chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, config.max_tokens_per_rank), wide=wide,
+        weighted=weighted, padded=spec.layout is Layout.EXPERT_PADDED,
+        padding=spec.expert_alignment > 1, by_column=by_column and stages.receive,
+        load_bytes=load_bytes, stages=stages, early=workspace.memory.early,
+    )  # fmt: skip
     return workspace.bind(low_dispatch_kernel, k)
 
 

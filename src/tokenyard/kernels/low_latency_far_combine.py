@@ -14,9 +14,7 @@ from tokenyard.kernels.low_latency_memory import (
     ROWS, TORN, WEIGHTS, arrival_of, flag_of, packed_of, staged_of, weight_of, weights_out_of,
     with_call,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_waits import (
-    are_active, is_active, wait_flag, wait_flags,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_waits import are_active, is_active, wait_flag, wait_flags
 from tokenyard.kernels.region import ints, owner_of, peer_base
 
 _BLOCK = tl.constexpr(64)

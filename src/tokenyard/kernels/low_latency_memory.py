@@ -190,26 +190,14 @@ def sizes_of(
 ) -> Sizes:  # fmt: skip
     """The constants for a ``Config``."""
     return Sizes(
-        ranks=config.world_size,
-        rank_bins=power_of_two_at_least(max(config.world_size, 2)),
-        programs=programs,
-        tokens=config.max_tokens_per_rank,
-        topk=config.num_topk,
-        topk_bins=power_of_two_at_least(config.num_topk),
-        experts=config.num_experts,
-        local_experts=config.most_local_experts,
-        slot_bytes=slot_bytes,
+        ranks=config.world_size, rank_bins=power_of_two_at_least(max(config.world_size, 2)),
+        programs=programs, tokens=config.max_tokens_per_rank, topk=config.num_topk,
+        topk_bins=power_of_two_at_least(config.num_topk), experts=config.num_experts,
+        local_experts=config.most_local_experts, slot_bytes=slot_bytes,
         region=RegionOffsets(**laid_out(region_parts(config, slot_bytes, far))[0]),
-        state=StateOffsets(**laid_out(state_parts(config, programs, shares, far))[0]),
-        far=far,
-        network=network,
-        per_node=per_node,
-    )
-
-
-def address(tensor: Any) -> int:
-    """Where a tensor's data is; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
+        state=StateOffsets(**laid_out(state_parts(config, programs, shares, far))[0]), far=far,
+        network=network, per_node=per_node,
+    )  # fmt: skip
 
 
 def slots_in(route: int, sizes: Sizes) -> int:

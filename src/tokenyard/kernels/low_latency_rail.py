@@ -35,9 +35,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far
-from tokenyard.kernels.low_latency_memory import (
-    PIECES, flag_of, packed_of, slot_of,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_memory import PIECES, flag_of, packed_of, slot_of
 from tokenyard.kernels.low_latency_waits import are_active, is_active, tell, wait_row
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.region import owner_of, peer_base

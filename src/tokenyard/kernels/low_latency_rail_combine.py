@@ -11,17 +11,11 @@ import triton.language as tl
 from tokenyard.kernels.low_latency_far import count_packed
 from tokenyard.kernels.low_latency_far_combine import wait_far_weights
 from tokenyard.kernels.low_latency_lost import kept_of
-from tokenyard.kernels.low_latency_memory import (
-    ROWS, flag_of, slot_of, staged_of, weight_of,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_memory import ROWS, flag_of, slot_of, staged_of, weight_of
 from tokenyard.kernels.low_latency_rail import neighbours, rail_of
 from tokenyard.kernels.low_latency_waits import (
-    are_active,
-    is_active,
-    look,
-    wait_flags,
-    wait_weights,
-)
+    are_active, is_active, look, wait_flags, wait_weights,
+)  # fmt: skip
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ints, peer_base
 

@@ -203,9 +203,8 @@ def receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
             for e in range(0, first_expert(me + 1, E, R) - first_expert(me, E, R)):
                 begin = tl.load(start_of(state, e + 0, s, sizes))
                 end = begin + tl.load(pairs_of(state, e + 0, s, sizes))
-                empty_rows(
-                    result, tl.minimum(begin, num_rows), tl.minimum(end, num_rows), k.weighted
-                )
+                begin, end = tl.minimum(begin, num_rows), tl.minimum(end, num_rows)
+                empty_rows(result, begin, end, k.weighted)
             if sizes.far:
                 place = tl.where(is_far(state, s, sizes), TORN, place)
         if seen == want:

@@ -52,9 +52,8 @@ def _tell_nothing(to, call, sizes: tl.constexpr):
     for j in range(0, M * sizes.topk, 256):
         to_weights = weight_of(base, parity, me, 0, sizes) + j + i
         inside = j + i < M * sizes.topk
-        tl.atomic_xchg(
-            to_weights, _zero_weights(number, i), mask=inside, sem="relaxed", scope="sys"
-        )
+        none = _zero_weights(number, i)
+        tl.atomic_xchg(to_weights, none, mask=inside, sem="relaxed", scope="sys")
     if sizes.per_node:
         if to != me:
             tell_lost_rows(to, call, sizes)
@@ -73,10 +72,8 @@ def _put_nothing(to, call, sizes: tl.constexpr):
     N: tl.constexpr = sizes.tokens * sizes.topk
     number, parity, me, i = call.number, call.parity, call.rank, tl.arange(0, 256)
     mine, none = peer_base(call.regions, me), with_call(number, (to * 0).to(tl.int64))
-    counts, weights = (
-        counts_out_of(mine, parity, to, 0, sizes),
-        weights_out_of(mine, parity, to, 0, sizes),
-    )
+    counts = counts_out_of(mine, parity, to, 0, sizes)
+    weights = weights_out_of(mine, parity, to, 0, sizes)
     for e in range(0, L, 256):
         tl.store(counts + e + i, with_call(number, (i * 0).to(tl.int64)), mask=e + i < L)
     for j in range(0, N, 256):

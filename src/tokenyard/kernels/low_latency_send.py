@@ -15,8 +15,7 @@ from tokenyard.kernels.low_latency_memory import (
     packed_of, slot_of, staged_of, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_picks import (
-    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_between,
-    tokens_per_expert,
+    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_between, tokens_per_expert,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_waits import are_active, is_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 
 NAMESPACE = "tokenyard"
 
-
 _NOTHING = nullcontext()
 
 

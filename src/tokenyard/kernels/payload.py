@@ -236,15 +236,9 @@ def cast_of(row_layout: Any, mode: Any, dtype: Any) -> Cast:
     to = FORMATS[mode]
     groups = triton.next_power_of_2(max(to.blocks(row_layout.hidden), WORD))
     return Cast(
-        to.rule,
-        to.block,
-        groups,
-        to.scale_bytes,
-        to.largest,
-        to.smallest,
-        kernel_type(dtype),
+        to.rule, to.block, groups, to.scale_bytes, to.largest, to.smallest, kernel_type(dtype),
         kernel_type(to.data),
-    )
+    )  # fmt: skip
 
 
 def rows_sent(config: Any, row_layout: Any, mode: Any, block: int, most: int) -> int:

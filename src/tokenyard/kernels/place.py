@@ -73,18 +73,13 @@ def unpack_flat(metadata, batch, source, experts, result, stride: tl.constexpr, 
     if how.weighted:
         weight = tl.load(floats(m) + 1 + how.topk + pick[None, :], mask=inside, other=0.0)
         tl.store(floats(result.weights) + to, tl.where(local < 0, 0.0, weight), mask=inside)
-    token = tl.load(
-        as_words(metadata, 32) + batch.index.to(tl.int64) * stride, mask=batch.here, other=0
-    )
-    token = token.to(tl.int64)
-    tl.store(
-        words(result.source) + batch.arrival, (source.to(tl.int64) << 32) | token, mask=batch.here
-    )
+    at, here = batch.arrival, batch.here
+    token = as_words(metadata, 32) + batch.index.to(tl.int64) * stride
+    token = tl.load(token, mask=here, other=0).to(tl.int64)
+    tl.store(words(result.source) + at, (source.to(tl.int64) << 32) | token, mask=here)
     if how.static:
-        tl.store(words(result.slots) + batch.arrival, batch.arrival.to(tl.int64), mask=batch.here)
-        tl.store(
-            words(result.arrivals) + batch.arrival, batch.arrival.to(tl.int64), mask=batch.here
-        )
+        tl.store(words(result.slots) + at, at.to(tl.int64), mask=here)
+        tl.store(words(result.arrivals) + at, at.to(tl.int64), mask=here)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ from tokenyard.kernels.region import (
     TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
 )  # fmt: skip
 from tokenyard.kernels.stand_in import stand_in
-from tokenyard.kernels.structs import Grid, Routing
+from tokenyard.kernels.structs import Grid, Routing, grid_of
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
 )  # fmt: skip
@@ -150,9 +150,7 @@ def _count_tile(
     picks, outputs, routing, hist_row, tb, t1, ranks, held, bad, digest, k: tl.constexpr
 ):  # fmt: skip
     """Step 1 for some tokens: merge, place within the channel, count. Returns running counts."""
-    t, pick, r = (
-        tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
-    )  # fmt: skip
+    t, pick, r = tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     inside = (t < t1)[:, None] & (pick < k.topk)[None, :]
     merged, first, at = _merge(picks.expert_ids, t, pick, inside, routing.num_experts, k)
     row = t[:, None].to(tl.int64)
@@ -210,9 +208,7 @@ def count_channel(picks, outputs, routing, row, marks, c, t0, t1, k: tl.constexp
 @triton.jit
 def _settle_tile(outputs, routing, before_row, before, tb, t1, k: tl.constexpr):
     """Step 2 for some tokens: places within the channel become places within the rank."""
-    t, pick, r = (
-        tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
-    )  # fmt: skip
+    t, pick, r = tb + tl.arange(0, k.tokens), tl.arange(0, k.topk_bins), tl.arange(0, k.rank_bins)
     goes = (t < t1)[:, None] & (r < k.plan_ranks)[None, :]
     tokens = routing.num_tokens
     at = place_of(routing.plan, t, tokens, k)[:, None] + r[None, :]
@@ -331,7 +327,6 @@ def bind_plan(
     in :class:`PlanConfig`."""
     bins, channels = power_of_two_at_least, workspace.tuning.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
-    ranks_per_node, far_at, network = workspace.header_exchange
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
     k = PlanConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
@@ -342,11 +337,7 @@ def bind_plan(
         header_bins=bins(workspace.header_words), metadata_words=metadata_words,
         tokens=max(1, min(32, MOST_COMPARED // top**2, together)), wide=wide, weighted=weighted,
         by_expert=by_expert, padded=padded, exact=exact,
-        grid=Grid(
-            nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node, local_bins=0,
-            header_words=workspace.header_words, first_byte=far_at, network=network, mapped=False,
-            workers=0,
-        ),
+        grid=grid_of(workspace, 0)._replace(local_bins=0, mapped=False),
     )  # fmt: skip
     return workspace.memory.bind(plan_kernel, channels, num_warps=8, max_registers=None, k=k)
 

@@ -382,9 +382,7 @@ def bind_push(
         summed=summed, rounds=rounds, few=few, few_stages=few_stages, picks=picks,
         weights_at=weights_at if picks else 0,
     )  # fmt: skip
-    return workspace.memory.bind(
-        push_kernel, grid, num_warps=gather.num_warps, max_registers=gather.max_registers, k=k
-    )
+    return workspace.bind(push_kernel, grid, gather, k)
 
 
 def push_rows(

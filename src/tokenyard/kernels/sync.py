@@ -41,9 +41,7 @@ STATUS_WORDS = 16
 TIMED_OUT, DISAGREED = (tl.constexpr(code) for code in (1, 2))
 
 # what a wait is on, as the status names its phase
-ON_PLAN, ON_COUNTS, ON_CALL_BARRIER, ON_ROWS, ON_ROOM, ON_END = (
-    tl.constexpr(at) for at in range(6)
-)
+ON_PLAN, ON_COUNTS, ON_CALL_BARRIER, ON_ROWS, ON_ROOM, ON_END = map(tl.constexpr, range(6))
 ON_RECEIVE_BUFFER = tl.constexpr(15)  # those between are engine twolevel's
 WAIT_PHASES = tl.constexpr(16)
 

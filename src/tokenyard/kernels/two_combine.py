@@ -37,22 +37,15 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import (
-    Chunk,
-    CombineConfig,
-    Partials,
-    Sums,
-    send_sums_chunk,
-    tiles_of,
-    types_of,
-)
+    Chunk, CombineConfig, Partials, Sums, send_sums_chunk, tiles_of, types_of,
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
     first_in, head_of, in_bound, peer_base, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of,
-    row_constants,
+    Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of, row_constants,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     ON_ROOM, RANK, TIMED_OUT, give_up, give_up_on_one, given_up, lacking, load_acquire,
@@ -71,8 +64,7 @@ from tokenyard.kernels.two_scheduler import (
     reports, tasks_of_worker,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
-    NodeRows, elements_before, in_network_ring, node_sum,
-    node_weights,
+    NodeRows, elements_before, in_network_ring, node_sum, node_weights,
 )  # fmt: skip
 
 
@@ -275,9 +267,8 @@ def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
 
 @triton.jit(repr=shown_as("twolevel::combine"))
 def two_combine_kernel(
-    regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, num_experts,
-    k: tl.constexpr,
-):  # fmt: skip
+    regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, num_experts, k: tl.constexpr
+):
     """See the module. ``k`` is a ``CombineConfig``; :func:`bind_two_combine` makes the
     launch."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
@@ -337,10 +328,7 @@ def bind_sums(
         network_ring=network_ring_of(workspace, row_layout), dtype=kernel_type(dtype), bias0=bias0,
         bias1=bias1, turn=workspace.tuning.turn, **constants,
     )  # fmt: skip
-    launch = workspace.memory.bind(
-        kernel, workers * k.channels, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
+    launch = workspace.bind(kernel, workers * k.channels, config, k)
     return lambda *args: launch(*args, workspace.config.num_experts)
 
 

@@ -16,13 +16,11 @@ from tokenyard.kernels.region import (
 from tokenyard.kernels.sync import add_release, give_up_on_one, lacking, look_at_all, words
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
-    ON_BOTH, moved_of, net_bytes, net_head, net_tail,
-    net_taken_from, rest_at,
+    ON_BOTH, moved_of, net_bytes, net_head, net_tail, net_taken_from, rest_at,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import ON_TIME, reports
 from tokenyard.kernels.two_sums import (
-    NodeRows, Tokens, add_node_weights, add_nodes, node_sum,
-    node_weights,
+    NodeRows, Tokens, add_node_weights, add_nodes, node_sum, node_weights,
 )  # fmt: skip
 
 

@@ -77,15 +77,8 @@ from tokenyard.kernels.two_region import (
     table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME,
-    OVER,
-    begin_tasks,
-    dealt,
-    flush_signals,
-    next_step,
-    place_in_round,
-    reports,
-)
+    ON_TIME, OVER, begin_tasks, dealt, flush_signals, next_step, place_in_round, reports,
+)  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
 
@@ -352,8 +345,5 @@ def bind_two_direct(
         rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
         heap=heap and fresh, told=heap and not fresh,
     )  # fmt: skip
-    launch = workspace.memory.bind(
-        two_direct_kernel, workers * k.channels, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
+    launch = workspace.bind(two_direct_kernel, workers * k.channels, config, k)
     return lambda *args: launch(*args, workspace.config.num_experts)

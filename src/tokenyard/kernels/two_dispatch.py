@@ -54,59 +54,28 @@ import triton.language as tl
 
 from tokenyard.kernels.call_barrier import count_call
 from tokenyard.kernels.dispatch import (
-    config_of,
-    put_own_rows,
-    receive_chunk,
-    send_chunk,
-    zero_padding,
-)
+    config_of, put_own_rows, receive_chunk, send_chunk, zero_padding,
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    first_in,
-    go_of,
-    head_of,
-    in_bound,
-    order_of,
-    out_bound,
-    peer_base,
-    sent_to,
-    tail_of,
+    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of,
     taken_from,
-)
+)  # fmt: skip
 from tokenyard.kernels.structs import (
-    Payload, Peers, Result, Routing, Turn,
-    grid_of, network_ring_of,
+    Payload, Peers, Result, Routing, Turn, grid_of, network_ring_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    IN_HEAPS,
-    ON_ROOM,
-    ON_ROWS,
-    RANK,
-    TIMED_OUT,
-    give_up,
-    given_up,
-    load_acquire,
-    now_ns,
-    words,
-)
+    IN_HEAPS, ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words,
+)  # fmt: skip
 from tokenyard.kernels.two_far import far_turn
 from tokenyard.kernels.two_forward import forward_turn
 from tokenyard.kernels.two_headers import announce_call_to_all, call_barrier_turn
 from tokenyard.kernels.two_region import done_in, num_tasks
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME,
-    OVER,
-    begin_tasks,
-    dealt,
-    defer_signal,
-    flush_signals,
-    next_step,
-    note_lack,
-    place_in_round,
-    tasks_of_worker,
-    reports,
-)
+    ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, note_lack,
+    place_in_round, tasks_of_worker, reports,
+)  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
 LEAST_CHUNK = tl.constexpr(16)
@@ -334,7 +303,4 @@ def bind_two_dispatch(
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
         behind_heaps=behind_heaps,
     )  # fmt: skip
-    return workspace.memory.bind(
-        two_dispatch_kernel, workers * k.channels, num_warps=config.num_warps,
-        max_registers=config.max_registers, k=k,
-    )  # fmt: skip
+    return workspace.bind(two_dispatch_kernel, workers * k.channels, config, k)

@@ -14,7 +14,6 @@ time, and the rest at the end.
 
 from __future__ import annotations
 
-
 import triton
 import triton.language as tl
 
@@ -22,24 +21,12 @@ from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.place import experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import (
-    first_in,
-    head_of,
-    in_bound,
-    owner_of,
-    peer_base,
-    sent_to,
-    tail_of,
-)
+    first_in, head_of, in_bound, owner_of, peer_base, sent_to, tail_of,
+)  # fmt: skip
 from tokenyard.kernels.structs import Batch, Hop
 from tokenyard.kernels.sync import (
-    TIMED_OUT,
-    give_up,
-    give_up_on_one,
-    lacking,
-    load_acquire,
-    look_at_all,
-    words,
-)
+    TIMED_OUT, give_up, give_up_on_one, lacking, load_acquire, look_at_all, words,
+)  # fmt: skip
 from tokenyard.kernels.two_net import credit
 from tokenyard.kernels.two_region import (
     ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,
@@ -98,14 +85,10 @@ def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, 
         x = x + batch.index.to(tl.int64)[:, None] * SLOT + w[None, :]
         v = tl.load(x, mask=mask, cache_modifier=".cg")
         if k.at_once:
-            to = (
-                as_words(result.rows, 32)
-                + batch.arrival.to(tl.int64)[:, None] * k.row.words
-                + w[None, :]
-            )
-            tl.store(
-                to, v, mask=batch.here[:, None] & (w < k.row.words)[None, :], cache_modifier=".cs"
-            )
+            to = as_words(result.rows, 32) + batch.arrival.to(tl.int64)[:, None] * k.row.words
+            to = to + w[None, :]
+            stays = batch.here[:, None] & (w < k.row.words)[None, :]
+            tl.store(to, v, mask=stays, cache_modifier=".cs")
         for p in tl.static_range(k.grid.ranks_per_node):
             one = ((q == p) & beside)[None, :]
             goes = tl.sum(tl.where(one, hit, 0), axis=1) > 0
@@ -125,12 +108,10 @@ def destinations(ring, rows, i, here, inside, counts, home, num_experts, k: tl.c
     """
     if k.placing.fresh:
         b = tl.arange(0, k.rows_forwarded)
-        hit = tl.where(
-            inside, hits_of(ring, i % k.network_ring.slots, here, home, num_experts, k), 0
-        )
-        earlier = (b[None, :] < b[:, None])[
-            :, :, None
-        ]  # Triton 3.6 crashes on a scan of so few rows
+        hit = hits_of(ring, i % k.network_ring.slots, here, home, num_experts, k)
+        hit = tl.where(inside, hit, 0)
+        # Triton 3.6 crashes on a scan of so few rows
+        earlier = (b[None, :] < b[:, None])[:, :, None]
         at = counts[None, :] + tl.sum(tl.where(earlier, hit[None, :, :], 0), axis=1)
     else:
         at = tl.load(rows, mask=inside, other=-1)

@@ -39,14 +39,9 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    first_forwarded,
-    net_bytes,
-    node_header_at,
-    node_header_words,
-    other,
-    short_node_header_words,
+    first_forwarded, net_bytes, node_header_at, node_header_words, other, short_node_header_words,
     tag_at,
-)
+)  # fmt: skip
 from tokenyard.kernels.two_scheduler import ON_TIME, reports
 
 _TOKENS_AT = tl.constexpr(head.NUM_TOKENS)

@@ -48,23 +48,12 @@ from tokenyard.kernels.two_region import (
     table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME,
-    OVER,
-    begin_tasks,
-    dealt,
-    defer_signal,
-    next_step,
-    place_in_round,
-    reports,
+    ON_TIME, OVER, begin_tasks, dealt, defer_signal, next_step, place_in_round, reports,
     tasks_of_worker,
-)
+)  # fmt: skip
 from tokenyard.kernels.two_sums import (
-    Tokens,
-    add_nodes,
-    elements_before,
-    in_network_ring,
-    in_place_sum,
-)
+    Tokens, add_nodes, elements_before, in_network_ring, in_place_sum,
+)  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
 
@@ -315,8 +304,7 @@ def two_pull_kernel(
 def bind_two_pull(
     workspace: Any, row_layout: Any, dtype: Any, bias: tuple[Any, ...]
 ) -> Callable[..., None]:
-    """Compile and load the kernel for one call signature: see
-    ``bind_two_combine``."""
+    """Compile and load the kernel for one call signature: see ``bind_two_combine``."""
     config, ring = workspace.tuning.pull, workspace.net_ring(row_layout)
     block = min(power_of_two_at_least(row_layout.hidden), config.block)
     most = config.rows_of(block, min(ring.chunk, ring.most_rows))

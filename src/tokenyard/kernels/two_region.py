@@ -99,10 +99,8 @@ def state_table(ranks: int, nodes: int, channels: int) -> dict[str, int]:
         "bytes": nodes,
         "done": tasks * channels,
         "moved": 2 * (ranks + nodes) * channels,
-        "deferred": 2
-        * tasks
-        * deferred_words(ranks // nodes)
-        * channels,  # a counter and how much each
+        # a counter and how much each
+        "deferred": 2 * tasks * deferred_words(ranks // nodes) * channels,
         "since": tasks * channels,
     }
 
@@ -121,11 +119,6 @@ def far_bytes(ranks: int, nodes: int, channels: int, header_words: int) -> int:
 def state_words(ranks: int, nodes: int, channels: int) -> int:
     """Words of a rank's state."""
     return STATE_WORDS + 2 * ranks * channels + sum(state_table(ranks, nodes, channels).values())
-
-
-def net_bytes_at(ranks: int, nodes: int, channels: int) -> int:
-    """Word of a rank's state from which on :func:`net_bytes` stand."""
-    return state_at("bytes", ranks, nodes, channels)
 
 
 # The symmetric region, in bytes

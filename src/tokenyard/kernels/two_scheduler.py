@@ -30,16 +30,8 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.sync import (
-    RELAYED_NS,
-    TIMEOUT_NS,
-    WAITED,
-    add_release,
-    is_late,
-    note_wait,
-    now_ns,
-    still_time,
-    words,
-)
+    RELAYED_NS, TIMEOUT_NS, WAITED, add_release, is_late, note_wait, now_ns, still_time, words,
+)  # fmt: skip
 from tokenyard.kernels.two_region import deferred_of, deferred_words, done_in, since_in
 
 SPINS = tl.constexpr(16)
