@@ -120,15 +120,15 @@ def test_tables_made_ahead_are_of_the_mode_of_their_call() -> None:
     payload = Payload(torch.ones(2, 8), None)
     spec = Spec(layout=ty.Layout.FLAT, exact=True)
     signature = signature_of(CallKind(DISPATCH, payload, spec, None, True), config)
-    outputs = Outputs(config, torch.device("cpu"))
+    outputs = Outputs(config, torch.device("cpu"), lambda tokens, rows: 8 * tokens + rows)
     for made_inside in (True, False):
         for used_inside in (True, False):
             with torch.inference_mode(made_inside):
-                outputs.make_ahead(signature, outputs.counted(signature, 2, 16), 3)
+                outputs.make_ahead(signature, 2, 16, 3)
                 ahead = signature.ahead
             with torch.inference_mode(used_inside):
                 counted = outputs.counted(signature, 2, 16)
                 _, arrived = outputs.results(signature, counted, 3, 3)
-            fresh = (counted.block, counted.tokens_per_expert, *arrived[:4])
+            fresh = (counted.block, counted.tokens_per_expert, arrived.topk_idx, arrived.source)
             assert all(tensor.is_inference() == used_inside for tensor in fresh)
             assert (counted is ahead.counted) == (made_inside == used_inside)

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenyard import Layout
 from tokenyard.config import Config
-from tokenyard.engines.outputs import Outputs
+from tokenyard.engines.outputs import CallArrived, CallPlan, Outputs
 from tokenyard.engines.signatures import Signature, signature_of
-from tokenyard.handle import Arrived, Plan, Spec
+from tokenyard.handle import Spec
 from tokenyard.header import DISPATCH, CallKind
 from tokenyard.rows import Payload
 
@@ -40,13 +40,17 @@ def _signature(spec: Spec, *, weighted: bool) -> Signature:
     return signature_of(CallKind(DISPATCH, payload, spec, None, weighted), CONFIG)
 
 
+def _outputs() -> Outputs:
+    return Outputs(CONFIG, torch.device("cpu"), lambda tokens, rows: tokens + rows)
+
+
 def _rows(spec: Spec) -> int:
     if spec.layout is Layout.EXPERT_PADDED:
         return CONFIG.num_local_experts * CONFIG.padded_rows
     return CONFIG.padded_rows if spec.capacity is None else spec.capacity
 
 
-def _call(outputs: Outputs, signature: Signature) -> tuple[Plan, Arrived]:
+def _call(outputs: Outputs, signature: Signature) -> tuple[CallPlan, CallArrived]:
     counted = outputs.counted(signature, TOKENS, 8)
     return outputs.results(signature, counted, CONFIG.padded_rows, _rows(signature.spec))
 
@@ -63,7 +67,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fills(plan: Plan, arrived: Arrived) -> list[tuple[torch.Tensor, int]]:
+def _fills(plan: CallPlan, arrived: CallArrived) -> list[tuple[torch.Tensor, int]]:
     """Outputs of a static call, and the number that an unwritten place holds."""
     holes = [(plan.slots, -1), (plan.picks, 0), (plan.gather, -1)]
     return [*holes, (arrived.topk_idx, -1), (arrived.weights, 0), (arrived.source, -1)]
@@ -75,7 +79,7 @@ def test_static_tables_begin_with_holes_in_every_call(spec: Spec, weighted: bool
     """Also behind a call whose outputs were written full; shapes and strides stay those of the
     first.
     """
-    outputs, signature = Outputs(CONFIG, torch.device("cpu")), _signature(spec, weighted=weighted)
+    outputs, signature = _outputs(), _signature(spec, weighted=weighted)
     first = _fills(*_call(outputs, signature))
     shapes = [(output.shape, output.stride(), output.dtype) for output, _ in first]
     for _ in range(3):
@@ -94,7 +98,7 @@ def test_a_static_call_fills_its_tables_in_one_go(spec: Spec) -> None:
     """They cost more host time than exact shapes while every output was filled by a launch of its
     own.
     """
-    outputs, signature = Outputs(CONFIG, torch.device("cpu")), _signature(spec, weighted=True)
+    outputs, signature = _outputs(), _signature(spec, weighted=True)
     _call(outputs, signature)
     with _Count() as count:
         _call(outputs, signature)
@@ -103,11 +107,27 @@ def test_a_static_call_fills_its_tables_in_one_go(spec: Spec) -> None:
 
 
 def test_tables_first_made_in_inference_mode_serve_autograd() -> None:
-    outputs, signature = (
-        Outputs(CONFIG, torch.device("cpu")),
-        _signature(SPECS["flat"], weighted=True),
-    )
+    outputs, signature = _outputs(), _signature(SPECS["flat"], weighted=True)
     with torch.inference_mode():
         _call(outputs, signature)
     for output, _ in _fills(*_call(outputs, signature)):
         assert not output.is_inference()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_exact_tables_are_cut_to_the_rows_that_came(inference: bool) -> None:
+    """Room for more rows than come leaves no trace, in whatever mode they are looked at."""
+    exact = Spec(layout=Layout.FLAT, exact=True)
+    outputs, signature = _outputs(), _signature(exact, weighted=True)
+    with torch.inference_mode(inference):
+        counted = outputs.counted(signature, TOKENS, 8)
+        plan, arrived = outputs.results(signature, counted, 9, 9)
+    arrived.filled.num_rows = 5
+    shapes = {"topk_idx": (5, TOP), "weights": (5, TOP), "source": (5,)}
+    for at, (name, shape) in enumerate(shapes.items()):
+        made = getattr(arrived, name)
+        assert made.shape == shape and made is getattr(arrived, name) and made.is_contiguous()
+        assert made.data_ptr() == arrived.filled.at[3 + at]
+        made.data.fill_(at)
+    assert all((getattr(arrived, name) == at).all() for at, name in enumerate(shapes))
+    assert not any(each.numel() for each in (plan.slots, plan.picks, plan.gather))

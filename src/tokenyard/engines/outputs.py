@@ -53,11 +53,11 @@ class CallPlan:
 
     counts: Any
 
-    def __init__(self, counted: Counted, placed: Placed, num_rows: int, returns: Tensor) -> None:
+    def __init__(self, counted: Counted, filled: Filled, num_rows: int, returns: Tensor) -> None:
         self.route_at, self.num_tokens = counted.route.data_ptr(), counted.tokens
-        self.slots_at, self.picks_at, self.gather_at = placed.at
+        self.slots_at, self.picks_at, self.gather_at = filled.at[:3]
         self.num_rows, self.returns = num_rows, returns
-        self._counted, self._placed = counted, placed
+        self._counted, self._filled = counted, filled
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in Plan._fields:
@@ -72,7 +72,7 @@ class CallPlan:
             shape = self.num_tokens, counted.num_topk
             made = counted.block.view(torch.int64).as_strided(shape, (shape[1], 1), at)
         else:
-            made = self._placed.tensor(_PLACED.index(name))
+            made = self._filled.tensor(_FILLED.index(name))
         self.__dict__[name] = made
         return made
 
@@ -80,7 +80,26 @@ class CallPlan:
         return (getattr(self, name) for name in Plan._fields)
 
 
-def known_of(plan: Plan) -> Known:
+class CallArrived:
+    """An :class:`Arrived` whose tensors are made when somebody reads them, as :class:`CallPlan`'s
+    are; all are cut to ``filled.num_rows`` then."""
+
+    def __init__(self, counted: Counted, filled: Filled) -> None:
+        self.filled = filled
+        self.tokens_per_expert, self.expert_offsets = counted.tokens_per_expert, counted.offsets
+        self.source_ranges, self.overflow = counted.ranges, counted.overflow
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in _FILLED:
+            raise AttributeError(name)
+        made = self.__dict__[name] = self.filled.tensor(_FILLED.index(name))
+        return made
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (getattr(self, name) for name in Arrived._fields)
+
+
+def known_of(plan: Plan | CallPlan) -> Known:
     """What kernels are told of a plan, whoever made its tensors."""
     if isinstance(plan, CallPlan):
         return cast("Known", plan)
@@ -102,11 +121,11 @@ class Ahead(NamedTuple):
     """What the next fresh dispatch like this one needs, made while the host waits anyway:
     allocations delay a launch."""
 
-    # tokens, words of the plan, stream, whether for inference: the call must agree
+    # tokens, rows of a forwarders' table, stream, whether for inference: the call must agree
     where: tuple[int, ...]
-    room: int  # rows that ``arrived`` has
+    room: int  # rows of the result
     counted: Counted
-    arrived: Arrived
+    filled: Filled
 
 
 class Blank(NamedTuple):
@@ -120,7 +139,7 @@ class Blank(NamedTuple):
     words: Tensor  # of all outputs, int64
     # dtype, shape, strides and offset of each output, in its elements
     parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
-    first_bytes: list[int]  # of the first three
+    first_bytes: list[int]
 
     @staticmethod
     def of(outputs: list[Tensor]) -> Blank:
@@ -135,7 +154,7 @@ class Blank(NamedTuple):
             flat = torch.cat([flat, flat.new_zeros(-flat.numel() * size % 8 // size)])
             words.append(flat.view(torch.int64))
             at += flat.numel() * size
-        return Blank(torch.cat(words), parts, [offset * 8 for *_, offset in parts[:3]])
+        return Blank(torch.cat(words), parts, [at * dtype.itemsize for dtype, *_, at in parts])
 
     def output(self, copy: Tensor, number: int) -> Tensor:
         """Output ``number`` in a ``copy`` of the words."""
@@ -144,29 +163,34 @@ class Blank(NamedTuple):
         return base.as_strided(shape, stride, offset)
 
 
-_PLACED = "slots", "picks", "gather"
+_FILLED = "slots", "picks", "gather", "topk_idx", "weights", "source"
+"""Outputs of the launch of rows besides the rows: fields of :class:`Plan` and :class:`Arrived`."""
 
 
-class Placed(NamedTuple):
-    """Where these three fields of a plan are: tensors, or in a copy of a :class:`Blank`."""
+class Filled:
+    """These outputs: tensors, or in the one tensor that is a copy of a ``blank``. ``at``: their
+    addresses."""
 
-    at: list[int]
-    tensors: list[Tensor]
-    blank: Blank | None
+    num_rows: int | None = None
+    """Those that came, if the host knows and outputs may have room for more."""
+
+    def __init__(self, tensors: list[Tensor], blank: Blank | None = None) -> None:
+        self._tensors, self._blank = tensors, blank
+        self.at = [each.data_ptr() for each in tensors]
+        if blank is not None:
+            self.at = [self.at[0] + at for at in blank.first_bytes]
 
     def tensor(self, number: int) -> Tensor:
-        if self.blank is None:
-            return self.tensors[number]
-        return self.blank.output(self.tensors[0], number)
-
-
-class Output(NamedTuple):
-    """A tensor to make, if it has a shape. ``hole``: what unwritten places hold, if ``holey``."""
-
-    dtype: torch.dtype
-    hole: int
-    shape: tuple[int, ...] | None
-    holey: bool = False
+        """Output ``number``."""
+        if self._blank is not None:
+            return self._blank.output(self._tensors[0], number)
+        made: Any = self._tensors[number]
+        rows = self.num_rows
+        if rows is None or made.shape[0] <= rows:
+            return made
+        # neither a view, nor resized: that may not be of what was made in inference mode
+        whole, shape = made.untyped_storage(), (rows, *made.shape[1:])
+        return made.new_empty(0).set_(whole, 0, shape, made.stride())
 
 
 def sent_of(payload: Payload, meta_at: int = 0) -> Sent:
@@ -188,59 +212,55 @@ def filled_of(counted: Counted) -> PlanOutputs:
     )
 
 
-def result_of(out: Payload, plan: Plan, arrived: Arrived | None = None) -> Result:
+def result_of(out: Payload, plan: Plan | CallPlan, arrived: CallArrived | None = None) -> Result:
     """Addresses of what a dispatch fills; of a cached one, where its rows go only."""
     rows, scales = out.x.data_ptr(), 0 if out.scales is None else out.scales.data_ptr()
     if arrived is None:
         return Result(rows, scales, 0, 0, 0, 0, 0, known_of(plan).slots_at)
-    made = cast("CallPlan", plan)
-    return Result(
-        rows=rows,
-        scales=scales,
-        expert_ids=arrived.topk_idx.data_ptr(),
-        picks=made.picks_at,
-        weights=arrived.weights.data_ptr(),
-        source=arrived.source.data_ptr(),
-        arrivals=made.gather_at,
-        slots=made.slots_at,
-    )
+    slots, picks, gather, ids, weights, source = arrived.filled.at
+    return Result(rows, scales, ids, picks, weights, source, arrivals=gather, slots=slots)
 
 
 class Outputs:
-    """Makes tensors on one device. What a layout lacks is one shared empty tensor."""
+    """Makes what launches fill, on one device. What a layout lacks is one shared empty tensor.
+    ``route_words``: int32 words of the plan of so many tokens, with so many rows in its forwarders'
+    table."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, route_words: Callable[[int, int], int]
+    ) -> None:
         self._topk, self._ranks = config.num_topk, config.world_size
         self._local, self._device = config.num_local_experts, device
+        self._route_words = route_words
         dtypes = torch.int64, torch.int32, torch.float32
         self._none = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
         self._no_returns = torch.empty(0, 0, dtype=torch.int64, device=device)
         if device.type == "cuda":
             self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
 
-    def counted(self, signature: Signature, tokens: int, route_words: int) -> Counted:
+    def counted(self, signature: Signature, tokens: int, table_rows: int) -> Counted:
         """For the plan's launch."""
-        if signature.ahead is not None and signature.ahead.where == self._where(
-            tokens, route_words
-        ):
-            return signature.ahead.counted
-        return self._counted(signature, tokens, route_words)
+        ahead = signature.ahead
+        if ahead is not None and ahead.where == self._where(tokens, table_rows):
+            return ahead.counted
+        return self._counted(signature, tokens, table_rows)
 
-    def make_ahead(self, signature: Signature, now: Counted, room: int) -> None:
-        """In the current stream, make the outputs of a call that may follow ``now``, of ``room``
+    def make_ahead(self, signature: Signature, tokens: int, table_rows: int, room: int) -> None:
+        """In the current stream, make what a call may fill that follows, with room for ``room``
         rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
-            counted = self._counted(signature, now.tokens, now.route_words)
-            arrived = _with_counts(self._each(self._arrived_outputs(signature, room)), counted)
-            where = self._where(now.tokens, now.route_words)
-            signature.ahead = Ahead(where, room, counted, arrived)
+            counted = self._counted(signature, tokens, table_rows)
+            filled = Filled(self._filled(signature, 0, room))
+            where = self._where(tokens, table_rows)
+            signature.ahead = Ahead(where, room, counted, filled)
 
-    def _where(self, tokens: int, route_words: int) -> tuple[int, ...]:
+    def _where(self, tokens: int, table_rows: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
-        return tokens, route_words, stream, torch.is_inference_mode_enabled()
+        return tokens, table_rows, stream, torch.is_inference_mode_enabled()
 
-    def _counted(self, signature: Signature, tokens: int, route_words: int) -> Counted:
+    def _counted(self, signature: Signature, tokens: int, table_rows: int) -> Counted:
         none, layout, local = self._none[torch.int32], signature.spec.layout, self._local
+        route_words = self._route_words(tokens, table_rows)
         first_pick = _whole(route_words)
         meta = first_pick + _whole(2 * tokens * self._topk)
         words = meta + tokens * signature.row_layout.meta_words
@@ -263,72 +283,51 @@ class Outputs:
 
     def results(
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
-    ) -> tuple[CallPlan, Arrived]:
+    ) -> tuple[CallPlan, CallArrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
         source say so beforehand; kernels write the others."""
         ahead, signature.ahead = signature.ahead, None
         blank = signature.blank
         if blank is not None:
-            copy = blank.words.clone()
-            begin = copy.data_ptr()
-            placed = Placed([begin + at for at in blank.first_bytes], [copy], blank)
-            arrived = _with_counts([blank.output(copy, at) for at in (3, 4, 5)], counted)
+            filled = Filled([blank.words.clone()], blank)
+        elif ahead is not None and ahead.counted is counted and ahead.room == num_rows:
+            filled = ahead.filled
         else:
-            made = self._each(_plan_outputs(signature, arrived_rows, num_rows))
-            placed = Placed([each.data_ptr() for each in made], made, None)
-            if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
-                arrived = ahead.arrived
-            else:
-                rest = self._each(self._arrived_outputs(signature, num_rows))
-                arrived = _with_counts(rest, counted)
-                if not signature.spec.exact and not _captures(
-                    self._device
-                ):  # else filled in replays only
-                    signature.blank = Blank.of(made + rest)
-        return CallPlan(counted, placed, num_rows, self._no_returns), arrived
+            tensors = self._filled(signature, arrived_rows, num_rows)
+            if not signature.spec.exact and not _captures(self._device):  # a graph fills in replays
+                signature.blank = Blank.of(tensors)
+            filled = Filled(tensors)
+        plan = CallPlan(counted, filled, num_rows, self._no_returns)
+        return plan, CallArrived(counted, filled)
 
-    def _arrived_outputs(self, signature: Signature, num_rows: int) -> list[Output]:
-        """Ids, weights and source tokens of result rows."""
-        experts, holes = signature.experts, signature.holes
-        shape = (num_rows,) if experts else (num_rows, self._topk)
-        ids = Output(torch.int32, 0, None) if experts else Output(torch.int64, -1, shape, holes)
-        weights = Output(torch.float32, 0, shape if signature.weighted else None, holes)
-        return [ids, weights, Output(torch.int64, -1, (num_rows,), holes)]
-
-    def _each(self, wanted: list[Output]) -> list[Tensor]:
-        device = self._device
+    def _filled(self, signature: Signature, arrived_rows: int, num_rows: int) -> list[Tensor]:
+        """Outputs of the launch of rows besides the rows."""
+        static, experts, ints = not signature.spec.exact, signature.experts, torch.int64
+        rows, holes = (num_rows,), signature.holes
+        outputs = [self._none[ints]] * 3
+        if signature.spec.placed:
+            shape = arrived_rows, signature.width
+            outputs = [
+                self._make(ints, shape, -1 if static else None),
+                self._make(ints, shape, 0 if static else None),
+                self._make(ints, rows, -1 if holes else None),
+            ]
+        each = rows if experts else (num_rows, self._topk)
+        none = -1 if holes else None
         return [
-            self._none[dtype]
-            if shape is None
-            else torch.full(shape, hole, dtype=dtype, device=device)
-            if holey
-            else self._none[dtype].new_empty(shape)
-            for dtype, hole, shape, holey in wanted
+            *outputs,
+            self._none[torch.int32] if experts else self._make(ints, each, none),
+            self._make(torch.float32, each, 0 if holes else None)
+            if signature.weighted
+            else self._none[torch.float32],
+            self._make(ints, rows, none),
         ]
 
-
-def _plan_outputs(signature: Signature, arrived_rows: int, num_rows: int) -> list[Output]:
-    """Slots, picks and the gather of a plan."""
-    static, placed = not signature.spec.exact, signature.spec.placed
-    shape = (arrived_rows, signature.width) if placed else None
-    return [
-        Output(torch.int64, -1, shape, static),
-        Output(torch.int64, 0, shape, static),
-        Output(torch.int64, -1, (num_rows,) if placed else None, signature.holes),
-    ]
-
-
-def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
-    topk_idx, weights, source = outputs
-    return Arrived(
-        topk_idx=topk_idx,
-        weights=weights,
-        source=source,
-        tokens_per_expert=counted.tokens_per_expert,
-        expert_offsets=counted.offsets,
-        source_ranges=counted.ranges,
-        overflow=counted.overflow,
-    )
+    def _make(self, dtype: torch.dtype, shape: tuple[int, ...], hole: int | None) -> Tensor:
+        """``hole``: what places hold to which nothing is written; None: there are none."""
+        if hole is None:
+            return self._none[dtype].new_empty(shape)
+        return torch.full(shape, hole, dtype=dtype, device=self._device)
 
 
 def _captures(device: torch.device) -> bool:

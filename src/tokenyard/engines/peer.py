@@ -15,7 +15,7 @@ from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports, Report
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
-from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
+from tokenyard.engines.outputs import CallArrived, CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap
 from tokenyard.engines.signatures import Launch, Signature, signature_of
@@ -77,7 +77,7 @@ class PeerEngine(Engine):
         self._in_place = InPlaceBuffers(config, *parts)
         self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
         self._heap = ResultHeap(*parts, heap_bytes, self._receive.needed_at + 1)
-        self._outputs = Outputs(config, memory.device)
+        self._outputs = Outputs(config, memory.device, self._route_words)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._casts: dict[tuple[Any, ...], Launch] = {}
         self._counting = threading.Lock()
@@ -88,16 +88,20 @@ class PeerEngine(Engine):
         self._host: Any = self._workspace.header_out.numpy()
         self._headers: Any = self._host[3 : 3 + size * width].reshape(size, width)
         self._rows: Any = self._host[3 + size * width :].reshape(size, size)  # from each to each
+        self._tokens: Any = self._headers[:, head.NUM_TOKENS]
+        self._routings: Any = self._headers[:, head.ROUTING]
         self._counts: Any = self._headers[:, head.COUNTS : head.COUNTS + self._local]
-        # what the host learns of a dispatch, in the order of ``Plan.splits``
-        self._told = (
-            self._rows[config.rank],
-            self._headers[:, head.NUM_ROWS],
-            self._headers[0, :1],  # the routing's place
-            self._rows[: config.matrix_ranks].reshape(-1),
-            self._headers[0, :2],  # the places of ``hop_counts``
-            self._counts[0],
-        )
+        # where the host learns of a dispatch what ``Plan.splits`` has, in that order
+        places = torch.arange(self._workspace.header_out.shape[0], device="cpu")
+        headers, rows = places[3:][: size * width].view(size, width), places[3 + size * width :]
+        self._told_at: Any = torch.cat((
+            rows[size * config.rank :][:size],
+            headers[:, head.NUM_ROWS],
+            headers[0, :1],  # the routing's place
+            rows[: config.matrix_ranks * size],
+            headers[0, : self.hop_counts],
+            headers[0, head.COUNTS :][: self._local],
+        )).numpy()  # fmt: skip
         self._unknown: Any = np.full(2 * size + 1 + self.hop_counts, -1)
 
     @property
@@ -219,8 +223,7 @@ class PeerEngine(Engine):
             by_expert=signature.experts, padded=spec.layout is Layout.EXPERT_PADDED,
             exact=spec.exact, weighted=signature.weighted, wide=topk_idx.dtype == torch.int64,
         ))  # fmt: skip
-        words = self._plan_words(tokens) + self._table_words(self._table_rows)
-        counted = self._outputs.counted(signature, tokens, words)
+        counted = self._outputs.counted(signature, tokens, self._table_rows)
         most, rows = head.MOST_ROWS, room or head.MOST_ROWS
         if not spec.exact:
             rows = signature.static_rows[1]
@@ -253,6 +256,10 @@ class PeerEngine(Engine):
         first_rows = two_region.first_forwarded_words(grid.world_size, grid.num_nodes, channels)
         return region.plan_words(destinations, channels, num_tokens, self._local) + first_rows
 
+    def _route_words(self, num_tokens: int, table_rows: int) -> int:
+        """int32 words of both."""
+        return self._plan_words(num_tokens) + self._table_words(table_rows)
+
     def _table_words(self, rows: int) -> int:
         """int32 words of the forwarders' table with ``rows`` rows per node."""
         return (self._workspace.grid.num_nodes - 1) * rows * self._workspace.grid.ranks_per_node
@@ -283,19 +290,18 @@ class PeerEngine(Engine):
             padded = signature.spec.layout is Layout.EXPERT_PADDED
             most = self.config.max_tokens_per_rank if padded else head.MOST_ROWS
             head.verify(headers, self.config, max_rows=most)
-        known = np.concatenate(self._told)
-        known[2 * size] = head.mixed(self._headers[:, head.ROUTING].tolist())
-        known[self._receive.needed_at] = self._receive.needed(self._rows)
-        known[self._receive.needed_at + 1] = 0  # :meth:`ResultHeap.note`
+        known, most_tokens = host[self._told_at], max(self._tokens.tolist())
+        known[2 * size] = head.mixed(self._routings.tolist())
+        known[self._receive.needed_at] = self._receive.needed(self._rows, most_tokens)
         if size > 1:
             np.add.reduce(self._counts, 0, None, known[known.shape[0] - self._local :])
-        self._most_tokens = max(self._most_tokens, int(self._headers[:, head.NUM_TOKENS].max()))
+        self._most_tokens = max(self._most_tokens, most_tokens)
         return known
 
     # Results
 
     def _finish(
-        self, out: Payload, plan: CallPlan, arrived: Arrived, known: Any, signature: Signature
+        self, out: Payload, plan: CallPlan, arrived: CallArrived, known: Any, signature: Signature
     ) -> tuple[Payload, Plan, Arrived]:
         """Once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
@@ -306,12 +312,13 @@ class PeerEngine(Engine):
         plan.counts = known
         if exact and not signature.experts:
             num_rows = sum(known[size : 2 * size].tolist())
-            for output in (out.x, out.scales, arrived.topk_idx, arrived.weights, arrived.source):
+            for output in out:
                 if output is not None and output.shape[0] > num_rows:
-                    output.resize_(num_rows, *output.shape[1:])  # the storage stays as it is
+                    output.resize_(num_rows, output.shape[1])  # the storage stays as it is
+            arrived.filled.num_rows = num_rows
             signature.learn_room(plan.num_tokens, num_rows)
         signature.count(known[: 2 * size])
-        return out, cast("Plan", plan), arrived
+        return out, cast("Plan", plan), cast("Arrived", arrived)
 
     def count(self) -> None:
         with self._counting:  # any thread may ask

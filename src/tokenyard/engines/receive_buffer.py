@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from tokenyard.arguments import LARGEST
@@ -58,14 +59,16 @@ class ReceiveBuffer:
         self._growing.regions.clear()
         return regions
 
-    def needed(self, rows: Any) -> int:
+    def needed(self, rows: Any, most_tokens: int) -> int:
         """Rows that come back to the rank that gets most, which ``Plan.splits`` keep; -1 where that
-        is of no use. ``rows``: a numpy array, rows from each rank to each."""
+        is of no use. ``rows``: a numpy array, rows from each rank to each, of at most
+        ``most_tokens`` tokens."""
         if not self._always:
             return -1
-        if rows.max() > self._config.max_tokens_per_rank:  # there are no flags for so many
+        limit = self._config.max_tokens_per_rank  # there are no flags for more
+        if most_tokens > limit and rows.max() > limit:
             return LARGEST
-        return int((rows.sum(1) - rows.diagonal()).max())
+        return max((np.add.reduce(rows, 1) - rows.diagonal()).tolist())
 
     def takes(self, counts: Any, row_layout: RowLayout, picks: int, *, exact: bool) -> bool:
         """Whether all ranks' rows of a combine fit, the same on all ranks. ``counts``:

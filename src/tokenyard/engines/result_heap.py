@@ -14,18 +14,17 @@ each other's announcements whether all have a block.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
-from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
+from tokenyard.engines.outputs import CallArrived, CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
-from tokenyard.handle import Arrived, Plan
 from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
@@ -128,7 +127,7 @@ class ResultHeap:
         payload: Payload,
         counted: Counted,
         plan: CallPlan,
-        arrived: Arrived,
+        arrived: CallArrived,
         signature: Signature,
         num_rows: int,
     ) -> Payload:
@@ -139,7 +138,7 @@ class ResultHeap:
         workspace.memory.gate()
         moved = sent_of(payload, counted.meta_at)
         launch_in_place(workspace, signature, target, route, moved, signature.tag, counted.tokens)
-        result = result_of(out, cast("Plan", plan), arrived)
+        result = result_of(out, plan, arrived)
         launch_unpack(workspace, signature, target, route, result)
         return out
 

@@ -9,13 +9,20 @@ launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
-from tokenyard.engines.outputs import CallPlan, Counted, Known, known_of, result_of, sent_of
+from tokenyard.engines.outputs import (
+    CallArrived,
+    CallPlan,
+    Counted,
+    Known,
+    known_of,
+    result_of,
+    sent_of,
+)
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.receive_plan import num_result_rows
@@ -25,7 +32,7 @@ from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
-from tokenyard.header import CACHED, COMBINE, DISPATCH, NUM_TOKENS, CallKind
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
 from tokenyard.kernels.combine import Partials, Sums, combine_rows
 from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
 from tokenyard.kernels.names import span
@@ -212,7 +219,7 @@ class RingEngine(PeerEngine):
         payload: Payload,
         counted: Counted,
         signature: Signature,
-        moved: tuple[Payload, CallPlan, Arrived] | None,
+        moved: tuple[Payload, CallPlan, CallArrived] | None,
         *,
         in_heap: bool,
     ) -> tuple[Payload, Plan, Arrived]:
@@ -221,12 +228,13 @@ class RingEngine(PeerEngine):
         if moved is None:
             self._memory.gate()
         elif not self._memory.shared_gpu:
-            self._outputs.make_ahead(signature, counted, moved[1].num_rows)
+            room = moved[1].num_rows
+            self._outputs.make_ahead(signature, counted.tokens, self._table_rows, room)
         known, size = self._learn(signature), self.config.world_size
         lacks = int(self._host[2])
         if self._heap.holds(signature):
             signature.in_heap = not lacks & LACKS_BLOCK
-            tokens = int(self._headers[:, NUM_TOKENS].sum())
+            tokens = sum(self._tokens.tolist())
             signature.most_rows = tokens + tokens // 16 + 64  # more than any rank guesses
         if moved is not None and not lacks & LACKS_ROOM:
             self._memory.gate()  # every rank comes to two, whether it launches or not
@@ -251,7 +259,7 @@ class RingEngine(PeerEngine):
         block: Tensor | None = None,
         *,
         forced: bool = False,
-    ) -> tuple[Payload, CallPlan, Arrived]:
+    ) -> tuple[Payload, CallPlan, CallArrived]:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
         ``block`` if there is one."""
         config, spec = self.config, signature.spec
@@ -260,15 +268,8 @@ class RingEngine(PeerEngine):
             counted = self._with_room(counted)
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
         if signature.fingerprint.in_place:
-            out = self._in_place.write(
-                payload,
-                cast("Plan", plan),
-                signature,
-                signature.tag,
-                num_rows,
-                counted.meta_at,
-                arrived,
-            )
+            tag, meta_at = signature.tag, counted.meta_at
+            out = self._in_place.write(payload, plan, signature, tag, num_rows, meta_at, arrived)
             return out, plan, arrived
         if block is not None and signature.in_heap:
             out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
@@ -285,7 +286,7 @@ class RingEngine(PeerEngine):
             self._workspace,
             plan=counted.route.data_ptr(),
             payload=sent_of(payload, counted.meta_at),
-            result=result_of(out, cast("Plan", plan), arrived),
+            result=result_of(out, plan, arrived),
             tag=signature.tag,
             num_tokens=counted.tokens,
             num_experts=config.num_experts,
