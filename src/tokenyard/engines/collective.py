@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -184,17 +185,18 @@ class CollectiveEngine(Agreement):
         self,
         sends: list[int],
         sources: list[int],
-        headers: Tensor | None,
+        headers: Any,
         spec: Spec,
         more: list[int],
     ) -> Tensor:
-        """``Plan.splits``; ``more``: what only this engine reads, and rows of local experts."""
+        """``Plan.splits``. ``headers``: all ranks', if there are any; ``more``: what only this
+        engine reads, and rows of local experts."""
         routing, matrix = 0, list[int]()
         if headers is not None:
             routing = head.routing_of(headers)
             matrix = head.matrix_of(headers, self.config) if spec.exact else matrix
-        numbers = [*sends, *sources, routing, *matrix, *more]
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        numbers: Any = np.array([*sends, *sources, routing, *matrix, *more], dtype=np.int64)
+        return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
     def _first_hop(self, sends: list[int], comes: list[int], spec: Spec) -> Spans:
         """Rows to and from each node, or each rank if no node has more."""

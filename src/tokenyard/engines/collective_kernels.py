@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,12 +102,11 @@ class CollectiveKernelsEngine(CollectiveEngine):
             left = kernels.leave(read, fingerprint if told else None)
             headers = self._swap(left.headers, fingerprint) if told else None
             kernels.pack(read, left)
-            everybody, most = headers() if headers else None, self.config.max_tokens_per_rank
-            sends = [most] * self.config.world_size
+            everybody: Any = headers().numpy() if headers else None
+            sends = [self.config.max_tokens_per_rank] * self.config.world_size
             sources = sends
             if everybody is not None:
-                sends = host_ints(kernels.told)
-                sources = host_ints(everybody[:, head.NUM_ROWS])
+                sends, sources = host_ints(kernels.told), everybody[:, head.NUM_ROWS].tolist()
             spans = self._first_hop(sends, sources, spec)
             recv = self._received(row, spans, spec, payload.x.device)
             if everybody is not None and not spec.exact:
@@ -115,7 +115,7 @@ class CollectiveKernelsEngine(CollectiveEngine):
             self._rows.move(left.send[:num_rows], recv, spans, "dispatch", self._calls - 1)()
             if everybody is not None:
                 local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
-                experts = host_ints(everybody[:, local].sum(0))
+                experts = np.add.reduce(everybody[:, local], 0).tolist()
             came = self._transport.headers.to(recv.device) if everybody is not None else None
             out, placement, arrived = kernels.arrive(read, recv, came, experts)
             experts = experts if spec.exact else []
