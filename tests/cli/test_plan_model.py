@@ -25,6 +25,7 @@ from tokenyard.engines.tuning import most_channels, peer_tuning
 from tokenyard.engines.workspace import NetRing, PeerWorkspace
 from tokenyard.header import COUNTS
 from tokenyard.planner.model import (
+    LAUNCH_US,
     Terms,
     collective_call,
     flat_call,
@@ -240,15 +241,20 @@ def test_the_largest_limit_has_a_name() -> None:
 
 
 def sizes_in(found: Any) -> dict[str, float]:
-    return {f"{call.name} {call.engine} {call.dtype}": call.terms.us for call in found.calls}
+    return {
+        f"{call.name} {call.engine} {call.dtype}{' in heap' * call.terms.in_heap}": call.terms.us
+        for call in found.calls
+    }
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 20000), st.integers(1, 20000))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_more_tokens_take_no_less_time(nodes: int, gpus: int, few: int, more: int) -> None:
+    """Through rings, and to heaps."""
     less, most = (plan(layer(nodes, gpus, tokens), H200) for tokens in (few, few + more))
     fewer, more_us = sizes_in(less), sizes_in(most)
-    assert {name for name in fewer if "low_latency" not in name} <= more_us.keys()
+    both = ("low_latency", f"{DISPATCH} nvlink bf16")
+    assert {name for name in fewer if not any(each in name for each in both)} <= more_us.keys()
     for name in fewer.keys() & more_us.keys():
         assert fewer[name] <= more_us[name] * (1 + 1e-9), name
 
@@ -280,6 +286,36 @@ def test_which_engines_are_planned() -> None:
         call.engine: call for call in many.calls if call.name == DISPATCH and call.dtype == "fp8"
     }
     assert by_engine["twolevel"].nic == by_engine[COLLECTIVE].nic < by_engine[FLAT].nic
+
+
+def planned(work: Workload) -> dict[tuple[str, str], Terms]:
+    calls = plan(work, H200).calls
+    return {(call.name, call.dtype): call.terms for call in calls if call.engine == "nvlink"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sms", "tokens", "in_heap"),
+    [
+        (2, 132, 4096, False), (2, 24, 4096, True), (2, 24, 1024, False),
+        (4, 132, 4096, True), (4, 24, 4096, True), (4, 132, 1024, False),
+        (4, 132, 16384, False),  # 850 MB, and the heap has 805
+        (8, 132, 4096, True),
+    ],
+)  # fmt: skip
+def test_dispatches_to_heaps(gpus: int, sms: int, tokens: int, in_heap: bool) -> None:
+    """Large ones of rows without scales, where the engine has a heap that holds a result: as long
+    as in place, and a launch."""
+    found = planned(layer(gpus=gpus, sms=sms, tokens=tokens))
+    assert [found[DISPATCH, dtype].in_heap for dtype in ("bf16", "fp8")] == [in_heap, False]
+    if in_heap:
+        in_place = found[IN_PLACE, "bf16"]
+        assert found[DISPATCH, "bf16"].us == pytest.approx(in_place.us + LAUNCH_US)
+
+
+def test_combines_that_fit_need_no_rings() -> None:
+    """638 MB come back to a rank, and the receive buffer has 537."""
+    for tokens, rings in ((4096, False), (16384, True)):
+        assert (planned(layer(gpus=4, tokens=tokens))[COMBINE, "bf16"].fill > 0) == rings
 
 
 def test_sizes_are_the_engines_own() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenyard.engines.result_heap import LEAST_BYTES, ResultHeap
+from tokenyard.engines.budget import LEAST_BYTES
+from tokenyard.engines.result_heap import ResultHeap
 from tokenyard.handle import Spec
 from tokenyard.types import Layout
 

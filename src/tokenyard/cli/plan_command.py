@@ -119,6 +119,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "us": call.terms.us,
             "bound": call.terms.bound,
             "links_in_turn": terms.pop("in_turn"),
+            "in_heap": terms.pop("in_heap"),
             "terms_us": terms,
             "nvlink_bytes": call.nvlink._asdict(),
             "nic_bytes": call.nic._asdict(),
@@ -149,6 +150,9 @@ def print_plan(console: Console, plan: Plan) -> None:
     if any(call.engine == ONCE for call in plan.calls):
         way = "node" if work.crosses_once else "rank"
         print_line(console, f"Engine low_latency would let rows cross once per {way}.")
+    if heaped := [call.skew for call in plan.calls if call.terms.in_heap]:
+        routings = " and ".join(heaped)
+        print_line(console, f"Dispatch bf16 writes to results in a heap ({routings} routing).")
     head = "<Call|<Engine|<Routing"
     times: list[tuple[str, ...]] = []
     moved: list[tuple[str, ...]] = []

@@ -14,6 +14,16 @@ HEAP_SHARE = 6
 tokens of 7168 channels in BF16 on 8 ranks, the one in use and the next: 350 MB each, if 8 picks
 fall on any experts."""
 
+LEAST_BYTES = 64 << 20
+"""Of the rows that a rank gets at most: smaller results go through rings, not to the heap, which is
+as fast, and costs the host a launch less."""
+
+
+def most_rows_there(tokens: int) -> int:
+    """Rows for which a block of a heap has room at most, if all ranks together have ``tokens``:
+    more than any rank guesses."""
+    return tokens + tokens // 16 + 64
+
 
 def most_rows_back(config: Config) -> int:
     """Rows that others send back to a rank at most, if none has more than M tokens."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.engines.budget import LEAST_BYTES
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
 from tokenyard.engines.outputs import CallArrived, CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
@@ -30,9 +31,6 @@ from tokenyard.types import Layout
 
 _UNIT = 256
 """Bytes in which a plan tells places; parts of a block are multiples."""
-LEAST_BYTES = 64 << 20
-"""Of the rows that a rank gets at most: smaller results go through rings, which is as fast, and
-costs the host a launch less."""
 LACKS_ROOM, LACKS_BLOCK = 1, 2
 """Bits of what the plan tells the host: no row has moved; some rank has no block."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
+from tokenyard.engines.budget import most_rows_there
 from tokenyard.engines.outputs import (
     CallArrived,
     CallPlan,
@@ -234,8 +235,7 @@ class RingEngine(PeerEngine):
         lacks = int(self._host[2])
         if self._heap.holds(signature):
             signature.in_heap = not lacks & LACKS_BLOCK
-            tokens = sum(self._tokens.tolist())
-            signature.most_rows = tokens + tokens // 16 + 64  # more than any rank guesses
+            signature.most_rows = most_rows_there(sum(self._tokens.tolist()))
         if moved is not None and not lacks & LACKS_ROOM:
             self._memory.gate()  # every rank comes to two, whether it launches or not
         else:  # some rank guessed too little room, and no row has moved

@@ -8,9 +8,10 @@ one that is nearly reached slows the one that is: squares fit the measured curve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from tokenyard.engines.budget import LEAST_BYTES, most_rows_there
 from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import CallRates, Rates
@@ -20,6 +21,8 @@ from tokenyard.planner.workload import Workload
 
 US = 1e3
 """Bytes per microsecond at 1 GB/s."""
+LAUNCH_US = 3.0
+"""A launch that finds nothing to do, behind a cached dispatch to heaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,7 @@ class Terms:
         fill: chunks that move when the stage before or behind them has nothing to do: the last of
             every ring.
         in_turn: whether NVLink waits for the NIC, so that their times add up.
+        in_heap: whether a dispatch of nvlink is one to heaps.
     """
 
     nvlink: float = 0.0
@@ -41,6 +45,7 @@ class Terms:
     latency: float = 0.0
     fill: float = 0.0
     in_turn: bool = False
+    in_heap: bool = False
 
     @property
     def us(self) -> float:
@@ -61,13 +66,16 @@ class Terms:
 
 def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A call inside a node: ``dispatch`` (routing known) and ``combine``, or a dispatch
-    ``in_place``, in symmetric memory.
+    ``in_place``, in symmetric memory; one to heaps is such, and a launch.
 
     A combine without rings: its programs read and store rows that go back, read all rows of a
     token, and store results. In place, every writer also writes the rows that stay here, and
     nothing fills a pipeline. A reducer takes as long for a token of four ranks as of two, since
     it loads the rows of all ranks at once: its work is results.
     """
+    if call == "dispatch" and goes_to_heap(work, moved, sizes):
+        terms = nvlink_call("in_place", work, moved, sizes, rates)
+        return replace(terms, latency=terms.latency + LAUNCH_US, in_heap=True)
     rate: CallRates = getattr(rates, call)
     row_bytes, ring = work.back_bytes if call == "combine" else work.row_bytes, sizes.rings[-1]
     sent = moved.nvlink.busiest * row_bytes
@@ -76,8 +84,8 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         "in_place": (sizes.writers, sent + moved.own.busiest * row_bytes, 0),
         "combine": (sizes.reducers, work.tokens * row_bytes, ring.back_chunk),
     }[call]
-    if call == "combine" and sizes.pushers:
-        rate, programs, chunk = rates.push, sizes.pushers, 0
+    if call == "combine" and sent <= sizes.receive_bytes:
+        rate, programs, chunk = rates.push, sizes.writers, 0
         num_bytes = 3 * sent + (moved.own.busiest + work.tokens) * row_bytes
     busy = 0.0
     if rate.program_gbs is not None and num_bytes:
@@ -89,6 +97,15 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         latency=rate.fixed_us,
         fill=left * row_bytes / (rates.copy_gbs * US),
     )
+
+
+def goes_to_heap(work: Workload, moved: Traffic, sizes: Sizes) -> bool:
+    """Whether an exact ``FLAT`` dispatch of engine nvlink writes to heaps, as the engine decides:
+    rows without scales, large enough, and the busiest GPU has a block for them."""
+    most = most_rows_there(work.ranks * work.tokens) * work.row_bytes
+    came = (moved.nvlink.busiest + moved.own.busiest) * work.row_bytes
+    large = min(most, sizes.heap_bytes) >= LEAST_BYTES
+    return work.dtype == "bf16" and large and came <= sizes.heap_bytes
 
 
 nvlink_dispatch = partial(nvlink_call, "dispatch")

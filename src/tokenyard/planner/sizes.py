@@ -36,14 +36,14 @@ class Sizes:
 
     Attributes:
         channels: contiguous shares of a rank's tokens.
-        senders: programs that send rows in a dispatch. reducers, writers: of a combine through
-            rings, of a dispatch in place. pushers: of a combine without rings, 0 if it takes rings.
-            Of twolevel, senders and reducers are all its workers: each does
-            whatever there is to do.
+        senders, reducers: programs that send rows in a dispatch, and sum them in a combine, both
+            through rings. writers: of calls without rings. Of twolevel, senders and reducers are
+            all its workers: each does whatever there is to do.
         rings: network first; beside each network ring its writer has as much staging.
         symmetric_bytes: what the engine allocates when it is made, per GPU: rings, and counters,
             headers and node headers, which grow with the square of ranks; and the heap that it
             makes later. What calls in place need comes on top.
+        receive_bytes, heap_bytes: of these, where combines and dispatches without rings put rows.
     """
 
     channels: int
@@ -52,7 +52,8 @@ class Sizes:
     rings: tuple[Ring, ...]
     symmetric_bytes: int
     writers: int = 0
-    pushers: int = 0
+    receive_bytes: int = 0
+    heap_bytes: int = 0
 
 
 def recorded_sizes(workload: Workload) -> Sizes:
@@ -96,12 +97,13 @@ def nvlink_sizes(workload: Workload) -> Sizes:
         senders=senders or max(1, round(programs * (ranks - 1) / (2 * ranks - 1))),
         writers=sms,
         reducers=tuning.channels,
-        pushers=sms,
         rings=(ring,),
         symmetric_bytes=_signal_bytes(workload, tuning.channels)
         + ring.count * ring.num_bytes
         + received
         + heap,
+        receive_bytes=received,
+        heap_bytes=heap,
     )
 
 
