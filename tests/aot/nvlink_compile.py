@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 from triton.runtime.cache import triton_key
 
+from code_facts import TOOLS, code_of, disassembled, ptx_facts, sass_facts
 from nvlink_mutations import planted
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
@@ -58,16 +58,14 @@ RANKS, SMS = 4, 132
 HIDDEN, TOP, EXPERTS = 7168, 8, 256
 TOKENS = 16  # no code depends on it
 HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAIN = (
     r"FLAT exact (?!.*(POW2|UE8M0|float32|cached (in place )?(FP|MX)|in place MX))"
-    r"(?!back with|cached in place fp8|cached bf16|fresh (fp8|FP8)).*@132",
+    r"(?!back with|(cached|fresh) in place fp8|cached bf16|fresh (fp8|FP8)).*@132",
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
     r"(dispatch|direct|combine)_kernel FLAT exact (fresh|back|fresh in place)( bf16)? @24",
-    r"FLAT exact (fresh|cached) in a heap bf16 @24",
     r"FLAT exact back in place @8",
     r"push_kernel EXPERT_MAJOR pushed back weighted @24",
     r"FLAT exact back in place float32 @132",
@@ -260,15 +258,13 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
 
 
 def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
-    """Launches with 132, 24 and 8 multiprocessors; and a dispatch with a bug, to see that
-    it shows.
-    """
+    """Launches with 132, 24 and 8 multiprocessors; and sums with a bug, to see that it shows."""
     for num_sms in (SMS, 24, 8):
         for name, launch in record(num_sms, few=num_sms != SMS).items():
             if everything or any(re.search(pattern, f"{name} @{num_sms}") for pattern in MAIN):
                 yield f"{name} @{num_sms}", launch
     with planted("no barrier before a release"):
-        yield "planted", record(8, few=True)["two_dispatch_kernel FLAT exact fresh bf16"]
+        yield "planted", record(8, few=True)["push_kernel FLAT exact back in place"]
 
 
 def facts_of(number: int) -> dict[str, Any]:
@@ -277,7 +273,9 @@ def facts_of(number: int) -> dict[str, Any]:
 
 
 def facts_of_launch(launch: Launch) -> dict[str, Any]:
-    """Compile a launch and look at its code."""
+    """Compile a launch and look at its code; the machine code comes with it, to be looked at
+    together with that of others.
+    """
     compiled = compile_for(
         launch["kernel"],
         launch["constants"],
@@ -293,61 +291,26 @@ def facts_of_launch(launch: Launch) -> dict[str, Any]:
             text=True,
             check=True,
         )
-        sass = subprocess.run(
-            [TOOLS / "nvdisasm", "-c", "-ndf", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
     registers = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr)[1])
     fit = resident_programs(HOPPER, launch["warps"], registers, compiled.metadata.shared)
     sizes = {"registers": registers, "shared": compiled.metadata.shared, "fit": fit}
     return (
-        sizes | {"grid": launch["grid"], "most": fit * SMS} | code_facts(compiled.asm["ptx"], sass)
+        sizes
+        | {"grid": launch["grid"], "most": fit * SMS, "code": code_of(compiled.asm["cubin"])}
+        | ptx_facts(compiled.asm["ptx"])
     )
 
 
 def side_by_side(facts: Callable[[_Number], Any], numbers: Sequence[_Number]) -> dict[_Number, Any]:
-    """The facts of each, by forks of this process."""
+    """The facts of each, by forks of this process, with what their "code" is made of."""
     triton_key()  # a hash of all of Triton, which each of them would make
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
-        return dict(zip(numbers, pool.map(facts, numbers), strict=True))
-
-
-def code_facts(ptx: str, sass: str) -> dict[str, Any]:
-    """Instructions that matter, counted."""
-    return {
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "copies 128": len(re.findall(r"\bLDGSTS\.E[.\w]*\.128", sass)),
-        "loads 128": len(re.findall(r"\bLDG\.E[.\w]*\.128", sass)),
-        "stores 128": len(re.findall(r"\bSTG\.E[.\w]*\.128", sass)),
-        # without .cg, which passes by the first-level cache, and .cs, whose lines the second-level
-        # one gives up first
-        "cached loads": len(re.findall(r"\bld\.global\.v4", ptx)),
-        "kept stores": len(re.findall(r"\bst\.global\.v4", ptx)),
-        "acquires": len(re.findall(r"ld\.global\.sys\.acquire|atom\.global\.sys\.acquire", ptx)),
-        "strong loads": len(re.findall(r"\bLDG\.E[.\w]*STRONG\.SYS", sass)),
-        "releases": len(re.findall(r"\.sys\.release\.", ptx)),
-        "releases without barrier": unfenced(ptx),
-        "fences": len(re.findall(r"\bMEMBAR[.\w]*\.SYS", sass)),
-        "invalidations": len(re.findall(r"\bCCTL\.IVALL", sass)),
-        "fused": len(re.findall(r"\bFFMA", sass)),
-    }
-
-
-def unfenced(ptx: str) -> int:
-    """Releases to the whole system that follow a store without a barrier of the program in between,
-    as the text goes.
-    """
-    count, barrier = 0, True
-    for line in ptx.splitlines():
-        if "bar.sync" in line:
-            barrier = True
-        elif re.search(r"\bst\.global", line):
-            barrier = False
-        elif ".sys.release." in line and not barrier:
-            count += 1
-    return count
+        found = dict(zip(numbers, pool.map(facts, numbers), strict=True))
+    assembled = [each for each in found.values() if "code" in each]
+    texts = disassembled([each.pop("code") for each in assembled])
+    for each, sass in zip(assembled, texts, strict=True):
+        each |= sass_facts(sass)
+    return found
 
 
 LAUNCHES: list[tuple[str, Launch]] = []

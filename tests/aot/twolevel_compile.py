@@ -1,5 +1,5 @@
 """Compiles the kernels of the two-level engine for sm_90 and tells what is in their code
-(``code_facts`` of ``nvlink_compile.py``).
+(``code_facts.py``).
 
 2 nodes of 2 GPUs; with peer pointers down to machine code, with NVSHMEM's calls down to PTX (its
 library is not at hand). JSON on the standard output.

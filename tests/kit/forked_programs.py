@@ -160,7 +160,7 @@ def _child(
         torch.set_num_threads(1)  # the parent's threads are not here
         while before is not None and not _ended(before, 60_000):
             pass
-        with language(), clock(_later):
+        with language(), clock(_later(time.monotonic())):
             run_program(kernel, bound, program, grid)
         sys.stdout.flush()
         code = 0
@@ -171,12 +171,16 @@ def _child(
         os._exit(code)
 
 
-def _later() -> int:
-    """The clock, of which waits ask round after round: they leave the processor to those that they
-    wait for.
+def _later(begun: float) -> Callable[[], int]:
+    """The clock of a program that has ``begun``, of which waits ask round after round: they leave
+    the processor to those that they wait for, the longer the longer they have waited.
     """
-    time.sleep(0.002)
-    return time.monotonic_ns()
+
+    def now_ns() -> int:
+        time.sleep(min(max(0.002, 0.02 * (time.monotonic() - begun)), 0.1))
+        return time.monotonic_ns()
+
+    return now_ns
 
 
 def run_program(kernel: Any, bound: dict[str, Any], program: int, grid: int) -> None:

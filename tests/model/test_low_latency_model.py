@@ -18,8 +18,10 @@ def test_nothing_fails(name: str) -> None:
         assert found.finals and not found.failure, str(found)
 
 
-@pytest.mark.parametrize("mortal", [0, 1])
-@pytest.mark.parametrize("name", MORTALS)
+@pytest.mark.parametrize(
+    ("name", "mortal"),
+    [(name, mortal) for at, name in enumerate(MORTALS) for mortal in (at, 1 - at)[:SOAK]],
+)
 def test_who_waits_waits_for_the_rank_that_dies(name: str, mortal: int) -> None:
     """At every step, and each of its programs and messages for itself."""
     for machine in MORTALS[name](""):

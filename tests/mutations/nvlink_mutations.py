@@ -162,6 +162,7 @@ PUSH = {
         "push",
         rewrite("all_in_call(...)", "True", "push_kernel"),
         part="pushes",
+        hint=1,
     ),
     "push: flag before data": mutation(
         "flag before data",

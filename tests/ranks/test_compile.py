@@ -33,7 +33,7 @@ def per_row(recv: ty.Received) -> Tensor:
     ("layout", "exact"),
     [
         (layout, exact)
-        for at, layout in enumerate(ty.Layout)
+        for at, layout in enumerate(list(ty.Layout)[: 2 if DEVICE == "cpu" and SOAK == 1 else 3])
         for exact in (at % 2 == 0, at % 2 == 1)[: SOAK if DEVICE == "cpu" else 2]
     ],
 )

@@ -222,8 +222,10 @@ class SimulatedGroup:
         return dist.PrefixStore("objects", self._here.store)
 
     def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SimulatedMemory:
-        """Memory for one more object, or for the ``members`` of one that recovers."""
-        return SimulatedMemory(self._here, timeout, members=members)
+        """Memory for one more object, or for the ``members`` of one that recovers. Its kernels have
+        few programs, which wait for each other as many do.
+        """
+        return SimulatedMemory(self._here, timeout, num_sms=3, members=members)
 
 
 def current_host(sim: Simulator) -> Host:
