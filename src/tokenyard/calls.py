@@ -25,7 +25,7 @@ from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.ops import Moved, enlist
 from tokenyard.redirect import Redirect
-from tokenyard.results import Combined, Received, by_column, routing_fields, rows_fields
+from tokenyard.results import Combined, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
 from tokenyard.straight_through import dequantizer
@@ -94,7 +94,6 @@ class Calls(Guard):
         """A fresh dispatch, or the result of the one behind the ticket: flat, and no views."""
         moved, plan, arrived = self._run(ticket, "dispatch", self.engine.dispatch, given)
         scales = None if moved.scales is None else moved.scales.flatten(0, -2)
-        arrived = Arrived(*arrived)  # ``engines/outputs.py`` has others
         arrived = arrived._replace(source=arrived.source.flatten(), weights=arrived.weights.data)
         return Payload(moved.x.flatten(0, -2).data, scales), plan, arrived
 
@@ -134,7 +133,7 @@ class Calls(Guard):
             return self._dispatch_later(request, given, tracked)
         self._wait_before(when)
         moved = self.make("dispatch", self.engine.dispatch, given)
-        return self._received(payload.x, moved[0], self._handle(request, *moved))
+        return Received(fields=self._fresh_fields(request, *moved))
 
     def _dispatch_later(
         self, request: DispatchRequest, given: DispatchArguments, tracked: bool
@@ -175,7 +174,7 @@ class Calls(Guard):
         if not when.later and (in_place or not transforms.is_tracked(x)):
             self._wait_before(when)
             moved = self.make("cached dispatch", send, given)
-            return self._received(x, moved, known)
+            return Received(fields=self._fields(x, moved, known))
         still = given._replace(payload=Payload(x.detach(), payload.scales))
         ticket = self._begin(partial(send, still), x.device, when, "cached dispatch")
 
@@ -292,16 +291,10 @@ class Calls(Guard):
     def _fresh_fields(
         self, request: DispatchRequest, received: Payload, plan: Plan, arrived: Arrived
     ) -> dict[str, Any]:
-        handle = self._handle(request, received, plan, arrived)
-        return self._fields(request.payload.x, received, handle)
-
-    def _handle(
-        self, request: DispatchRequest, received: Payload, plan: Plan, arrived: Arrived
-    ) -> Handle:
         spec, ids = request.spec, request.topk_idx
         assert ids is not None
         padded = spec.layout is Layout.EXPERT_PADDED
-        return Handle(
+        handle = Handle(
             owner=self.number,
             spec=spec,
             num_tokens=ids.shape[0],
@@ -313,28 +306,14 @@ class Calls(Guard):
             arrived=arrived,
             asked=request.asked,
         )
-
-    def _received(self, sent: Tensor, received: Payload, handle: Handle) -> Received:
-        """Of a call that is done. What rode along is looked at when it is wanted; a conversion of
-        ids is launched here, in the stream of the call."""
-        rows, shape = self._rows(sent, received, handle)
-        if handle.index_dtype is not torch.int64 and handle.spec.layout is Layout.FLAT:
-            return Received(fields=rows | routing_fields(handle, shape))
-        return Received(partial(routing_fields, handle, shape), fields=rows)
+        return self._fields(request.payload.x, received, handle)
 
     def _fields(self, sent: Tensor, received: Payload, handle: Handle) -> dict[str, Any]:
-        rows, shape = self._rows(sent, received, handle)
-        return rows | routing_fields(handle, shape)
-
-    def _rows(
-        self, sent: Tensor, received: Payload, handle: Handle
-    ) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Fields that are rows, and the shape of these."""
         shape = self._padded if handle.spec.layout is Layout.EXPERT_PADDED else (handle.num_rows,)
-        fields = rows_fields(received.x, received.scales, handle, shape)
+        fields = received_fields(received.x, received.scales, handle, shape)
         if received.scales is not None:
             fields["_dequantize"] = dequantizer(self, sent, handle.plan, handle.spec)
-        return fields, shape
+        return fields
 
 
 def _combined_fields(x: Tensor, reduced: Tensor | None, reduce: Tensor | None) -> dict[str, Any]:

@@ -162,31 +162,26 @@ def by_column(scales: Tensor) -> Tensor:
     return scales.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def rows_fields(
+def received_fields(
     x: Tensor, scales: Tensor | None, handle: Handle, rows_shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Attributes of a :class:`Received` that are rows, in ``rows_shape``, and the handle."""
-    if len(rows_shape) >= x.dim():
-        x = x.view(*rows_shape, x.shape[-1])
-        if scales is not None and scales.dim() == 2:  # else by column: a view loses such strides
-            scales = scales.view(*rows_shape, scales.shape[-1])
-    if scales is not None:
-        scales = scales_received(scales, x.shape[-1])
-    return {"x": x, "scales": scales, "handle": handle}
-
-
-def routing_fields(handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any]:
-    """The others: what rode along with rows; ``source`` may have ``rows_shape``."""
+    """The attributes of a :class:`Received`; ``x``, scales and source may have ``rows_shape``."""
     arrived, layout = handle.arrived, handle.spec.layout
     flat, source = layout is Layout.FLAT, arrived.source
     weights, ids = arrived.weights if handle.has_weights else None, arrived.topk_idx
     if flat and ids.dtype is not handle.index_dtype:
         ids = ids.to(handle.index_dtype)
     if len(rows_shape) > source.dim():
-        source = source.view(*rows_shape)
+        x, source = x.view(*rows_shape, x.shape[1]), source.view(*rows_shape)
+        if scales is not None and scales.dim() == 2:  # else by column: a view loses such strides
+            scales = scales.view(*rows_shape, scales.shape[-1])
+    if scales is not None:
+        scales = scales_received(scales, x.shape[-1])
     if weights is not None and layout is Layout.EXPERT_PADDED:
         weights = weights.view(*rows_shape)
     return {
+        "x": x,
+        "scales": scales,
         "topk_idx": ids if flat else None,
         "topk_weights": weights if flat else None,
         "row_weights": None if flat else weights,
@@ -195,4 +190,5 @@ def routing_fields(handle: Handle, rows_shape: tuple[int, ...]) -> dict[str, Any
         "source_ranges": arrived.source_ranges if layout is Layout.EXPERT_PADDED else None,
         "source": source,
         "overflow": arrived.overflow if handle.spec.capacity is not None else None,
+        "handle": handle,
     }

@@ -32,7 +32,7 @@ from tokenyard.engines.low_latency import LowLatencyEngine
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
-from tokenyard.results import routing_fields, rows_fields
+from tokenyard.results import received_fields
 from tokenyard.stats import Stats
 from tokenyard.testing import poisoned
 from tokenyard.testing.simulator import SimulatedRank, SimulationError, simulate
@@ -166,8 +166,7 @@ class RankRun:
             if case.layout is PADDED
             else (handle.num_rows,)
         )
-        fields = rows_fields(rows.x, rows.scales, handle, shape)
-        recv = ty.Received(lambda: fields | routing_fields(handle, shape))
+        recv = ty.Received(lambda: received_fields(rows.x, rows.scales, handle, shape))
         recv.wait()
         return recv
 

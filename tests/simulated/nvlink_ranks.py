@@ -49,7 +49,7 @@ from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH
 from tokenyard.kernels.region import EPOCH
-from tokenyard.results import routing_fields, rows_fields
+from tokenyard.results import received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
 from tokenyard.stats import Stats
@@ -203,8 +203,7 @@ class RankRun:
             if case.layout is PADDED
             else (handle.num_rows,)
         )
-        fields = rows_fields(rows.x, rows.scales, handle, shape)
-        recv = ty.Received(lambda: fields | routing_fields(handle, shape))
+        recv = ty.Received(lambda: received_fields(rows.x, rows.scales, handle, shape))
         recv.wait()
         return recv
 

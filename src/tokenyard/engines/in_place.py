@@ -12,12 +12,12 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.growing import GrowingRegion
-from tokenyard.engines.outputs import CallArrived, CallPlan, known_of, result_of, sent_of
+from tokenyard.engines.outputs import CallPlan, known_of, result_of, sent_of
 from tokenyard.engines.rings import RowLayout, addresses, sums_for
 from tokenyard.engines.signatures import Launch, Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
-from tokenyard.handle import Plan
+from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.combine import Sums
 from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
 from tokenyard.kernels.structs import Payload as Sent
@@ -149,7 +149,7 @@ class InPlaceBuffers:
         tag: int,
         num_rows: int,
         meta_at: int = 0,
-        arrived: CallArrived | None = None,
+        arrived: Arrived | None = None,
     ) -> Payload:
         """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
         results."""

@@ -53,11 +53,11 @@ class CallPlan:
 
     counts: Any
 
-    def __init__(self, counted: Counted, filled: Filled, num_rows: int, returns: Tensor) -> None:
+    def __init__(self, counted: Counted, placed: Placed, num_rows: int, returns: Tensor) -> None:
         self.route_at, self.num_tokens = counted.route.data_ptr(), counted.tokens
-        self.slots_at, self.picks_at, self.gather_at = filled.at[:3]
+        self.slots_at, self.picks_at, self.gather_at = placed.at
         self.num_rows, self.returns = num_rows, returns
-        self._counted, self._filled = counted, filled
+        self._counted, self._placed = counted, placed
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in Plan._fields:
@@ -72,31 +72,12 @@ class CallPlan:
             shape = self.num_tokens, counted.num_topk
             made = counted.block.view(torch.int64).as_strided(shape, (shape[1], 1), at)
         else:
-            made = self._filled.tensor(_FILLED.index(name))
+            made = self._placed.tensor(_PLACED.index(name))
         self.__dict__[name] = made
         return made
 
     def __iter__(self) -> Iterator[Tensor]:
         return (getattr(self, name) for name in Plan._fields)
-
-
-class CallArrived:
-    """An :class:`Arrived` whose tensors are made when somebody reads them, as :class:`CallPlan`'s
-    are; all are cut to ``filled.num_rows`` then."""
-
-    def __init__(self, counted: Counted, filled: Filled) -> None:
-        self.filled = filled
-        self.tokens_per_expert, self.expert_offsets = counted.tokens_per_expert, counted.offsets
-        self.source_ranges, self.overflow = counted.ranges, counted.overflow
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name not in _FILLED:
-            raise AttributeError(name)
-        made = self.__dict__[name] = self.filled.tensor(_FILLED.index(name))
-        return made
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (getattr(self, name) for name in Arrived._fields)
 
 
 def known_of(plan: Plan | CallPlan) -> Known:
@@ -125,7 +106,7 @@ class Ahead(NamedTuple):
     where: tuple[int, ...]
     room: int  # rows of the result
     counted: Counted
-    filled: Filled
+    arrived: Arrived
 
 
 class Blank(NamedTuple):
@@ -139,7 +120,7 @@ class Blank(NamedTuple):
     words: Tensor  # of all outputs, int64
     # dtype, shape, strides and offset of each output, in its elements
     parts: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]
-    first_bytes: list[int]
+    first_bytes: list[int]  # of the first three
 
     @staticmethod
     def of(outputs: list[Tensor]) -> Blank:
@@ -154,7 +135,7 @@ class Blank(NamedTuple):
             flat = torch.cat([flat, flat.new_zeros(-flat.numel() * size % 8 // size)])
             words.append(flat.view(torch.int64))
             at += flat.numel() * size
-        return Blank(torch.cat(words), parts, [at * dtype.itemsize for dtype, *_, at in parts])
+        return Blank(torch.cat(words), parts, [offset * 8 for *_, offset in parts[:3]])
 
     def output(self, copy: Tensor, number: int) -> Tensor:
         """Output ``number`` in a ``copy`` of the words."""
@@ -163,34 +144,20 @@ class Blank(NamedTuple):
         return base.as_strided(shape, stride, offset)
 
 
-_FILLED = "slots", "picks", "gather", "topk_idx", "weights", "source"
-"""Outputs of the launch of rows besides the rows: fields of :class:`Plan` and :class:`Arrived`."""
+_PLACED = "slots", "picks", "gather"
 
 
-class Filled:
-    """These outputs: tensors, or in the one tensor that is a copy of a ``blank``. ``at``: their
-    addresses."""
+class Placed(NamedTuple):
+    """Where these three fields of a plan are: tensors, or in a copy of a :class:`Blank`."""
 
-    num_rows: int | None = None
-    """Those that came, if the host knows and outputs may have room for more."""
-
-    def __init__(self, tensors: list[Tensor], blank: Blank | None = None) -> None:
-        self._tensors, self._blank = tensors, blank
-        self.at = [each.data_ptr() for each in tensors]
-        if blank is not None:
-            self.at = [self.at[0] + at for at in blank.first_bytes]
+    at: list[int]
+    tensors: list[Tensor]
+    blank: Blank | None
 
     def tensor(self, number: int) -> Tensor:
-        """Output ``number``."""
-        if self._blank is not None:
-            return self._blank.output(self._tensors[0], number)
-        made: Any = self._tensors[number]
-        rows = self.num_rows
-        if rows is None or made.shape[0] <= rows:
-            return made
-        # neither a view, nor resized: that may not be of what was made in inference mode
-        whole, shape = made.untyped_storage(), (rows, *made.shape[1:])
-        return made.new_empty(0).set_(whole, 0, shape, made.stride())
+        if self.blank is None:
+            return self.tensors[number]
+        return self.blank.output(self.tensors[0], number)
 
 
 def sent_of(payload: Payload, meta_at: int = 0) -> Sent:
@@ -212,13 +179,22 @@ def filled_of(counted: Counted) -> PlanOutputs:
     )
 
 
-def result_of(out: Payload, plan: Plan | CallPlan, arrived: CallArrived | None = None) -> Result:
+def result_of(out: Payload, plan: Plan | CallPlan, arrived: Arrived | None = None) -> Result:
     """Addresses of what a dispatch fills; of a cached one, where its rows go only."""
     rows, scales = out.x.data_ptr(), 0 if out.scales is None else out.scales.data_ptr()
     if arrived is None:
         return Result(rows, scales, 0, 0, 0, 0, 0, known_of(plan).slots_at)
-    slots, picks, gather, ids, weights, source = arrived.filled.at
-    return Result(rows, scales, ids, picks, weights, source, arrivals=gather, slots=slots)
+    made = cast("CallPlan", plan)
+    return Result(
+        rows=rows,
+        scales=scales,
+        expert_ids=arrived.topk_idx.data_ptr(),
+        picks=made.picks_at,
+        weights=arrived.weights.data_ptr(),
+        source=arrived.source.data_ptr(),
+        arrivals=made.gather_at,
+        slots=made.slots_at,
+    )
 
 
 class Outputs:
@@ -250,9 +226,9 @@ class Outputs:
         rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
             counted = self._counted(signature, tokens, table_rows)
-            filled = Filled(self._filled(signature, 0, room))
+            arrived = _with_counts(self._arrived(signature, room), counted)
             where = self._where(tokens, table_rows)
-            signature.ahead = Ahead(where, room, counted, filled)
+            signature.ahead = Ahead(where, room, counted, arrived)
 
     def _where(self, tokens: int, table_rows: int) -> tuple[int, ...]:
         stream = self._stream(self._device.index) if self._device.type == "cuda" else 0
@@ -283,51 +259,61 @@ class Outputs:
 
     def results(
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
-    ) -> tuple[CallPlan, CallArrived]:
+    ) -> tuple[CallPlan, Arrived]:
         """The plan without its counts on the host, and what rides along with rows. Rows without a
         source say so beforehand; kernels write the others."""
         ahead, signature.ahead = signature.ahead, None
         blank = signature.blank
         if blank is not None:
-            filled = Filled([blank.words.clone()], blank)
-        elif ahead is not None and ahead.counted is counted and ahead.room == num_rows:
-            filled = ahead.filled
+            copy = blank.words.clone()
+            begin = copy.data_ptr()
+            placed = Placed([begin + at for at in blank.first_bytes], [copy], blank)
+            arrived = _with_counts([blank.output(copy, at) for at in (3, 4, 5)], counted)
         else:
-            tensors = self._filled(signature, arrived_rows, num_rows)
-            if not signature.spec.exact and not _captures(self._device):  # a graph fills in replays
-                signature.blank = Blank.of(tensors)
-            filled = Filled(tensors)
-        plan = CallPlan(counted, filled, num_rows, self._no_returns)
-        return plan, CallArrived(counted, filled)
+            made = self._placed(signature, arrived_rows, num_rows)
+            placed = Placed([each.data_ptr() for each in made], made, None)
+            if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
+                arrived = ahead.arrived
+            else:
+                rest = self._arrived(signature, num_rows)
+                arrived = _with_counts(rest, counted)
+                if not signature.spec.exact and not _captures(self._device):
+                    signature.blank = Blank.of(made + rest)  # a graph would fill it in replays
+        return CallPlan(counted, placed, num_rows, self._no_returns), arrived
 
-    def _filled(self, signature: Signature, arrived_rows: int, num_rows: int) -> list[Tensor]:
-        """Outputs of the launch of rows besides the rows."""
-        static, experts, ints = not signature.spec.exact, signature.experts, torch.int64
-        rows, holes = (num_rows,), signature.holes
-        outputs = [self._none[ints]] * 3
-        if signature.spec.placed:
-            shape = arrived_rows, signature.width
-            outputs = [
-                self._make(ints, shape, -1 if static else None),
-                self._make(ints, shape, 0 if static else None),
-                self._make(ints, rows, -1 if holes else None),
-            ]
-        each = rows if experts else (num_rows, self._topk)
-        none = -1 if holes else None
+    def _placed(self, signature: Signature, arrived_rows: int, num_rows: int) -> list[Tensor]:
+        """Slots, picks and the gather of a plan."""
+        if not signature.spec.placed:
+            return [self._none[torch.int64]] * 3
+        static, shape = not signature.spec.exact, (arrived_rows, signature.width)
         return [
-            *outputs,
-            self._none[torch.int32] if experts else self._make(ints, each, none),
-            self._make(torch.float32, each, 0 if holes else None)
-            if signature.weighted
-            else self._none[torch.float32],
-            self._make(ints, rows, none),
+            self._make(torch.int64, shape, -1 if static else None),
+            self._make(torch.int64, shape, 0 if static else None),
+            self._make(torch.int64, (num_rows,), -1 if signature.holes else None),
         ]
+
+    def _arrived(self, signature: Signature, num_rows: int) -> list[Tensor]:
+        """Ids, weights and source tokens of result rows."""
+        experts, rows = signature.experts, (num_rows,)
+        shape = rows if experts else (num_rows, self._topk)
+        hole, none = (-1, 0) if signature.holes else (None, None)
+        ids, weights = self._none[torch.int32], self._none[torch.float32]
+        if not experts:
+            ids = self._make(torch.int64, shape, hole)
+        if signature.weighted:
+            weights = self._make(torch.float32, shape, none)
+        return [ids, weights, self._make(torch.int64, rows, hole)]
 
     def _make(self, dtype: torch.dtype, shape: tuple[int, ...], hole: int | None) -> Tensor:
         """``hole``: what places hold to which nothing is written; None: there are none."""
         if hole is None:
             return self._none[dtype].new_empty(shape)
         return torch.full(shape, hole, dtype=dtype, device=self._device)
+
+
+def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
+    _, _, _, _, _, _, _, *counts = counted
+    return Arrived(*outputs, *counts)
 
 
 def _captures(device: torch.device) -> bool:

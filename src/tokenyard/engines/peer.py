@@ -15,7 +15,7 @@ from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import FailureReports, Report
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
-from tokenyard.engines.outputs import CallArrived, CallPlan, Counted, Outputs, filled_of
+from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap
 from tokenyard.engines.signatures import Launch, Signature, signature_of
@@ -301,7 +301,7 @@ class PeerEngine(Engine):
     # Results
 
     def _finish(
-        self, out: Payload, plan: CallPlan, arrived: CallArrived, known: Any, signature: Signature
+        self, out: Payload, plan: CallPlan, arrived: Arrived, known: Any, signature: Signature
     ) -> tuple[Payload, Plan, Arrived]:
         """Once rows are on their way: results of their true size, counts for the handle."""
         self._memory.settle()
@@ -312,13 +312,12 @@ class PeerEngine(Engine):
         plan.counts = known
         if exact and not signature.experts:
             num_rows = sum(known[size : 2 * size].tolist())
-            for output in out:
+            for output in (*out, arrived.topk_idx, arrived.weights, arrived.source):
                 if output is not None and output.shape[0] > num_rows:
-                    output.resize_(num_rows, output.shape[1])  # the storage stays as it is
-            arrived.filled.num_rows = num_rows
+                    output.resize_(num_rows, *output.shape[1:])  # the storage stays as it is
             signature.learn_room(plan.num_tokens, num_rows)
         signature.count(known[: 2 * size])
-        return out, cast("Plan", plan), cast("Arrived", arrived)
+        return out, cast("Plan", plan), arrived
 
     def count(self) -> None:
         with self._counting:  # any thread may ask

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from tokenyard.engines.budget import LEAST_BYTES
 from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
-from tokenyard.engines.outputs import CallArrived, CallPlan, Counted, Known, result_of, sent_of
+from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
+from tokenyard.handle import Arrived
 from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
@@ -125,7 +126,7 @@ class ResultHeap:
         payload: Payload,
         counted: Counted,
         plan: CallPlan,
-        arrived: CallArrived,
+        arrived: Arrived,
         signature: Signature,
         num_rows: int,
     ) -> Payload:

@@ -16,7 +16,6 @@ from torch import Tensor
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.budget import most_rows_there
 from tokenyard.engines.outputs import (
-    CallArrived,
     CallPlan,
     Counted,
     Known,
@@ -220,7 +219,7 @@ class RingEngine(PeerEngine):
         payload: Payload,
         counted: Counted,
         signature: Signature,
-        moved: tuple[Payload, CallPlan, CallArrived] | None,
+        moved: tuple[Payload, CallPlan, Arrived] | None,
         *,
         in_heap: bool,
     ) -> tuple[Payload, Plan, Arrived]:
@@ -259,7 +258,7 @@ class RingEngine(PeerEngine):
         block: Tensor | None = None,
         *,
         forced: bool = False,
-    ) -> tuple[Payload, CallPlan, CallArrived]:
+    ) -> tuple[Payload, CallPlan, Arrived]:
         """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
         ``block`` if there is one."""
         config, spec = self.config, signature.spec
