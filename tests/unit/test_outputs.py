@@ -124,10 +124,29 @@ def test_a_compiled_function_takes_a_result() -> None:
     x, picks = torch.ones(MOST, HIDDEN), torch.zeros(MOST, TOP, dtype=torch.int64)
 
     def experts(recv: ty.Received) -> torch.Tensor:
-        return recv.x.sum() + recv.topk_weights.sum() + recv.source.sum() + recv.topk_idx.sum()
+        ids, weights = recv.topk_idx, recv.topk_weights
+        assert ids is not None and weights is not None
+        return recv.x.sum() + weights.sum() + recv.source.sum() + ids.sum()
 
     compiled = torch.compile(experts, fullgraph=True, backend="eager")
     with ep:
         for _ in range(3):  # from the third on there are tables made ahead
             recv = ep.dispatch(x, picks, torch.ones(MOST, TOP))
             assert recv.source.shape == (0,) and compiled(recv) == 0
+
+
+def test_a_result_is_whole_when_its_call_returns() -> None:
+    """Whoever reads it first, in whatever mode, on whatever thread, makes nothing then that is
+    kept: training behind a look in inference mode, say, has normal tensors."""
+    ep, _ = recorded_object(
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=MOST
+    )
+    x, picks = torch.ones(MOST, HIDDEN), torch.zeros(MOST, TOP, dtype=torch.int64)
+    with ep:
+        for _ in range(3):
+            recv = ep.dispatch(x, picks, torch.ones(MOST, TOP))
+            whole = dict(vars(recv))
+            with torch.inference_mode(), _Count() as count:
+                looks = recv.topk_idx, recv.topk_weights, recv.source, recv.tokens_per_expert
+            assert not count.seen and not any(look is None or look.is_inference() for look in looks)
+            assert vars(recv) == whole
