@@ -4,6 +4,8 @@ that is.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import tokenyard as ty
 from recorded import recorded_object
 from tokenyard import Layout
 from tokenyard.config import Config
-from tokenyard.engines.outputs import CallPlan, Outputs
+from tokenyard.engines.outputs import CallPlan, Outputs, known_of
 from tokenyard.engines.signatures import Signature, signature_of
 from tokenyard.handle import Arrived, Spec
 from tokenyard.header import DISPATCH, CallKind
@@ -150,3 +152,24 @@ def test_a_result_is_whole_when_its_call_returns() -> None:
                 looks = recv.topk_idx, recv.topk_weights, recv.source, recv.tokens_per_expert
             assert not count.seen and not any(look is None or look.is_inference() for look in looks)
             assert vars(recv) == whole
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_copy_of_a_handle_points_to_its_own_plan(exact: bool) -> None:
+    """Kernels are given addresses: those of a copy must last as long as the copy does."""
+    ep, _ = recorded_object(
+        num_experts=EXPERTS, hidden=HIDDEN, num_topk=TOP, max_tokens_per_rank=MOST
+    )
+    x, picks = torch.ones(MOST, HIDDEN), torch.zeros(MOST, TOP, dtype=torch.int64)
+    with ep:
+        handle = ep.dispatch(x, picks, exact=exact).handle
+        original = known_of(handle.plan)
+        for other in (copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+            known = known_of(other.plan)
+            assert known.route_at == other.plan.route.data_ptr() != original.route_at
+            assert known.slots_at == other.plan.slots.data_ptr()
+            assert known.counts.tolist() == original.counts.tolist()
+            assert (known.num_tokens, known.num_rows) == (original.num_tokens, original.num_rows)
+            assert (
+                ep.dispatch(x, handle=other).x.shape[0] == ep.dispatch(x, handle=handle).x.shape[0]
+            )

@@ -79,6 +79,10 @@ class CallPlan:
     def __iter__(self) -> Iterator[Tensor]:
         return (getattr(self, name) for name in Plan._fields)
 
+    def __reduce__(self) -> tuple[type[Plan], tuple[Tensor, ...]]:
+        """A copy has tensors, which may lie elsewhere than these."""
+        return Plan, tuple(self)
+
 
 def known_of(plan: Plan | CallPlan) -> Known:
     """What kernels are told of a plan, whoever made its tensors."""
