@@ -1,5 +1,5 @@
-"""Makes the tables and the picture of the planner's pages anew: predictions beside what was
-measured, machines of up to 1024 GPUs.
+"""Fits the planner's rates anew, into ``planner/rates.py``, and makes the tables and the picture of
+its pages: predictions beside what was measured, machines of up to 1024 GPUs.
 
 Run it after a change of the planner, of what engines choose, or of a record;
 ``tests/cli/test_plan_validation.py`` says when.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.planner import rates as built_in
 from tokenyard.planner.model import (
     US,
     Terms,
@@ -26,7 +27,7 @@ from tokenyard.planner.model import (
     twolevel_dispatch,
 )
 from tokenyard.planner.prediction import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
-from tokenyard.planner.rates import H200, Rates
+from tokenyard.planner.rates import CALLS, H200, CallRates, Rates
 from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import twolevel_sizes
 from tokenyard.planner.workload import Dtype, Workload
@@ -35,7 +36,7 @@ PAGE = Path(__file__).parent / "how-to" / "planner.md"
 RECORDS = Path(__file__).parent / "benchmarks"
 LINES = RECORDS / "planner-validation.md"
 """The tables, and how far off the plans are in words; ``PAGE`` has the picture."""
-TWO, FOUR = RECORDS / "nvlink-2xh200-20261122.json", RECORDS / "nvlink-4xh200-20261122.json"
+TWO, FOUR = RECORDS / "nvlink-2xh100-20261127.json", RECORDS / "nvlink-4xh100-20261127.json"
 PORTABLE = RECORDS / "collective-4xh200-20261121.json"
 AS_TWO_BY_ONE = RECORDS / "twolevel-2xh200-dev-20261122.json"
 AS_TWO_BY_TWO = RECORDS / "twolevel-4xh200-dev-20261122.json"
@@ -66,6 +67,24 @@ class Line(NamedTuple):
 def fitted() -> Rates:
     """Rates as the two records with raw times give them; those built in are these, rounded."""
     return rates_from(PORTABLE, rates_from(TWO, H200))
+
+
+def rounded(known: Rates) -> Rates:
+    """Rates as they are built in: three digits of what is fitted."""
+    calls: dict[str, CallRates] = {call: getattr(known, call) for call in CALLS}
+    return replace(H200, **{
+        call: CallRates(*[float(f"{rate:.3g}") for rate in rates if rate is not None])
+        for call, rates in calls.items()
+    })  # fmt: skip
+
+
+def with_rates(text: str, known: Rates) -> str:
+    """``text`` of ``planner/rates.py`` with these rates built in."""
+    for call in CALLS:
+        rates: CallRates = getattr(known, call)
+        new = ", ".join(str(rate) for rate in rates if rate is not None)
+        text = re.sub(rf"(    {call}=CallRates)\(.*\)", rf"\1({new})", text)
+    return re.sub(r"nvlink-2x\w+-\d+(?= and)", TWO.stem, text)
 
 
 def fitted_lines(rates: Rates) -> list[Line]:
@@ -253,7 +272,7 @@ def _order(line: Line) -> tuple[str, str, int, int, int]:
 
 
 def _name(line: Line) -> str:
-    return f"{line.call.replace('_', ' ')} {line.work.dtype}"
+    return f"{line.call.replace('_', ' ')} {line.work.dtype}{' to heaps' * line.terms.in_heap}"
 
 
 def _call(line: Line) -> str:
@@ -308,12 +327,13 @@ def _machine(plan: Plan) -> str:
 def tables() -> dict[str, str]:
     """The tables of the record by the name that stands above each."""
     known = fitted()
+    built = rounded(known)
     return {
         "unseen errors": errors_table(unseen_lines(known)),
         "unseen": lines_table(unseen_lines(known)),
         "fitted": lines_table(fitted_lines(known)),
-        "turns": turns_table(turns_lines(H200)),
-        "machines": scaling_table(machines(H200)),
+        "turns": turns_table(turns_lines(built)),
+        "machines": scaling_table(machines(built)),
     }
 
 
@@ -328,5 +348,7 @@ def with_tables(page: str) -> str:
 if __name__ == "__main__":
     from tokenyard.cli.plots import save_plans
 
+    built, code = rounded(fitted()), Path(built_in.__file__)
+    code.write_text(with_rates(code.read_text(), built))
     LINES.write_text(with_tables(LINES.read_text()))
-    save_plans(PAGE.with_suffix(".png"), machines(H200))
+    save_plans(PAGE.with_suffix(".png"), machines(built))

@@ -33,17 +33,12 @@ def test_tables_of_one_node() -> None:
         "Time (us",
         "Bytes per GPU and call",
         "Sizes of engine nvlink",
-        "docs/benchmarks/nvlink-2xh200-20261122",
+        H200.source,
         "The network was never measured",
-        "the Python call (100-260 us in the records",
+        "the Python call (100-450 us in the records",
     ):
         assert words in done.output
     lines = [line.split() for line in done.output.splitlines()]
-    for seen in (
-        "dispatch bf16 nvlink uniform 444 429 0 23.8 14.2 0 NVLink",
-        "dispatch fp8 nvlink uniform 248 225 0 20.5 11.0 10.9 NVLink",
-    ):
-        assert seen.split() in lines
     assert [
         "combine",
         "bf16",
@@ -139,6 +134,7 @@ def test_json_is_the_plan() -> None:
             "terms_us",
             "links_in_turn",
             "in_heap",
+            "power",
             "nvlink_bytes",
             "nic_bytes",
         }

@@ -102,17 +102,18 @@ def test_a_dispatch_by_hand() -> None:
     terms = nvlink_dispatch(work, rows, sizes, ROUND)
     assert terms == Terms(nvlink=10.0, programs=10.0, latency=10.0, fill=0.02)
     assert terms.us == pytest.approx(10 + math.sqrt(200) + 0.02)
-    # In place: 100 writers write as many rows that stay, too.
-    assert nvlink_in_place(work, rows, sizes, ROUND) == Terms(
-        nvlink=10.0, programs=10.0, latency=10.0
-    )
+    # In place: 100 writers write as many rows that stay, too, and the knee is sharper.
+    in_place = nvlink_in_place(work, rows, sizes, ROUND)
+    assert in_place == Terms(nvlink=10.0, programs=10.0, latency=10.0, power=4)
+    assert in_place.us == pytest.approx(10 + (2 * 10**4) ** 0.25)
 
 
 def test_a_combine_by_hand() -> None:
     """4 GPUs, an expert each, top-2, 1000 tokens of 2000 bytes: 1500 rows come from others, 3 MB,
     so 30 us at 100 GB/s.
 
-    5 reducers store 1000 results, 2 MB, at 2 GB/s each: 200 us, with two GPUs too.
+    5 reducers store 1000 results, 2 MB, at 2 GB/s each: 200 us, with two GPUs too. Without rings
+    100 programs read and store 9 MB of them, 1 MB that stays, and 2 MB of results: 60 us.
     """
     ring = Ring(
         name="NVLink", count=20, num_bytes=8000, slots=4, chunk=2, back_slots=4, back_chunk=1
@@ -120,7 +121,7 @@ def test_a_combine_by_hand() -> None:
     sizes = Sizes(
         channels=5, senders=50, writers=100, reducers=5, rings=(ring,), symmetric_bytes=80000
     )
-    rates = replace(ROUND, combine=CallRates(10.0, 100.0, 2.0))
+    rates = replace(ROUND, combine=CallRates(10.0, 100.0, 2.0), results_gbs=2.0)
     found: list[Terms] = []
     for gpus in (2, 4):
         work = Workload(nodes=1, gpus_per_node=gpus, tokens=1000, hidden=1000, experts=4, topk=2)
@@ -128,6 +129,9 @@ def test_a_combine_by_hand() -> None:
     assert [terms.programs for terms in found] == [200.0, 200.0]
     assert found[1].nvlink == pytest.approx(30.0) and found[1].latency == 10.0
     assert found[1].fill == pytest.approx(15 * 2000 / 1e6)  # the last row of 15 rings
+    roomy = replace(sizes, receive_bytes=3_000_001)
+    pushed = nvlink_combine(work, traffic(work, "uniform"), roomy, rates)
+    assert (pushed.programs, pushed.fill) == (pytest.approx(60.0), 0.0)
 
 
 def test_two_hops_by_hand() -> None:
@@ -419,10 +423,11 @@ def test_machines_that_do_not_fit_say_why() -> None:
 
 def test_links_that_are_given() -> None:
     given = H200.with_links(nvlink=182.0, nic=90.0, latency=2.0)
-    assert given.dispatch.link_gbs == 182.0 and given.combine.link_gbs == pytest.approx(
-        H200.combine.link_gbs / 2
-    )
-    assert given.collective.link_gbs == pytest.approx(H200.collective.link_gbs / 2)
+    scale = 182 / H200.dispatch.link_gbs
+    assert given.dispatch.link_gbs == pytest.approx(182.0)
+    for call in ("combine", COLLECTIVE, "low_combine"):
+        rates: CallRates = getattr(H200, call)
+        assert getattr(given, call).link_gbs == pytest.approx(scale * rates.link_gbs)
     assert (given.nic_gbs, given.latency_us) == (
         90.0,
         2.0,
@@ -594,7 +599,8 @@ def test_one_size_is_too_few(tmp_path: Path) -> None:
 def test_neither_triton_nor_a_gpu_is_needed() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from tokenyard.planner.prediction import plan; from tokenyard.planner.rates import H200\n"
+        "from tokenyard.planner.prediction import plan\n"
+        "from tokenyard.planner.rates import H200\n"
         "from tokenyard.planner.workload import Workload\n"
         "for nodes in (1, 2): plan(Workload(nodes=nodes, gpus_per_node=4, tokens=8, hidden=64, "
         "experts=8, topk=2), H200)\n"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tokenyard.planner.model import low_latency_call, predict
-from tokenyard.planner.rates import CALLS, H200, CallRates
+from tokenyard.planner.model import LAUNCH_US, low_latency_call, predict
+from tokenyard.planner.rates import H200, CallRates
 from tokenyard.planner.record import fit, rates_from, read
-from tokenyard.planner.sizes import recorded_sizes
+from tokenyard.planner.sizes import nvlink_sizes
 from tokenyard.planner.traffic import traffic
-from tokenyard.planner.workload import Workload
+from tokenyard.planner.workload import H200_SMS, Workload
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,45 +37,46 @@ def rates() -> Any:
 
 
 def test_built_in_rates_are_the_fitted_ones(rates: Any) -> None:
-    """Rounded: within 0.6 %."""
-    for call in CALLS:
-        for built_in, fitted in zip(getattr(H200, call), getattr(rates, call), strict=True):
-            assert (built_in is None) == (fitted is None)
-            assert built_in is None or built_in == pytest.approx(fitted, rel=6e-3)
+    """To three digits, and from this record."""
+    assert tables.rounded(rates) == H200
+    code = Path(tables.built_in.__file__).read_text()
+    assert tables.with_rates(code, H200) == code
 
 
 def test_every_point_of_the_fit_is_near(rates: Any) -> None:
-    """nvlink on two GPUs within 10 %, over sizes and SMs, but in place with 16; collective, whose
-    combine is no straight line, within 22 %."""
+    """nvlink on two GPUs within 7 %, over sizes and SMs, but in place and to heaps with fewer SMs;
+    collective, whose combine is no straight line, within 22 %."""
     lines = tables.fitted_lines(rates)
     assert len(lines) == 48
     for line in lines:
-        odd = line.call == "in_place" and line.work.sms == 16
-        assert abs(line.error) < (
-            0.22 if line.call.startswith("collective") else 0.14 if odd else 0.1
-        ), line
+        few = line.group == "fewer SMs" and line.call != "combine"
+        most = 0.22 if line.call.startswith("collective") else 0.13 if few else 0.07
+        assert abs(line.error) < most, line
 
 
-def test_rates_are_those_of_the_newest_record() -> None:
+@pytest.mark.parametrize(("gpus", "record"), [(2, tables.TWO), (4, tables.FOUR)])
+def test_rates_are_those_of_the_newest_record(gpus: int, record: Path) -> None:
     """Names end in the day; records of development runs have a form of their own."""
-    newest = max(tables.RECORDS.glob("nvlink-2xh200-2*.json"))
-    assert newest == tables.TWO and f"docs/benchmarks/{newest.stem} and" in H200.source
-    assert max(tables.RECORDS.glob("nvlink-4xh200-2*.json")) == tables.FOUR
+    all_of_them = tables.RECORDS.glob(f"nvlink-{gpus}xh?00-2*.json")
+    assert max(all_of_them, key=lambda path: path.stem[-8:]) == record
+    assert f"docs/benchmarks/{tables.TWO.stem} and" in H200.source
 
 
 def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
-    """No time on four GPUs went into the nvlink rates. Large batches fill the link: 10 %; small
-    ones in place are 24 % off.
+    """No time on four GPUs went into the nvlink rates. Large batches fill the link: 7.5 %; small
+    ones are up to 15 % too fast.
 
-    Combine with fewer SMs is up to a third slower than foretold: reducers take longer for a token
-    of four ranks than of two.
+    With 8 SMs in place and to heaps are up to 28 % too slow: a program does more a second when it
+    writes to three others than to one.
     """
     lines = tables.unseen_lines(rates)
     assert len(lines) == 42 and all(line.work.ranks == 4 for line in lines)
-    most = {"all SMs, 1024 tokens or more": 0.1, "all SMs, fewer tokens": 0.24, "fewer SMs": 0.16}
+    most = {
+        "all SMs, 1024 tokens or more": 0.075, "all SMs, fewer tokens": 0.15, "fewer SMs": 0.12
+    }  # fmt: skip
     for line in lines:
-        few = line.call == "combine" and line.group == "fewer SMs"
-        assert -(0.36 if few else most[line.group]) < line.error < most[line.group], line
+        least = line.work.sms == 8 and line.call != "combine"
+        assert abs(line.error) < (0.28 if least else most[line.group]), line
 
 
 def test_two_by_two_is_foretold_from_two_by_one() -> None:
@@ -112,7 +113,7 @@ def test_bytes_between_nodes_are_the_benchs_own() -> None:
             assert crossing / row["us"] / 1e3 == pytest.approx(row["network_gbs"], abs=0.15), row
 
 
-def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
+def test_two_gpus_do_not_know_about_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fit reads nothing but the record that it is given: times that are twice as long give half
     the rate.
     """
@@ -122,7 +123,10 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
             row["device"]["median"] *= 2
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps(record))
-    halved, whole = rates_from(slow, H200), rates_from(tables.TWO, H200)
+    whole = rates_from(tables.TWO, H200)
+    # Behind dispatches to heaps, and no rate.
+    monkeypatch.setattr("tokenyard.planner.model.LAUNCH_US", 2 * LAUNCH_US)
+    halved = rates_from(slow, H200)
     assert halved.dispatch.link_gbs == pytest.approx(whole.dispatch.link_gbs / 2, rel=0.03)
     assert halved.in_place.fixed_us == pytest.approx(2 * whole.in_place.fixed_us, rel=1e-3)
     assert halved.in_place.link_gbs == pytest.approx(whole.in_place.link_gbs / 2, rel=1e-3)
@@ -132,28 +136,32 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path) -> None:
     )
 
 
-def test_a_fit_recovers_what_made_the_times() -> None:
+@pytest.mark.parametrize("call", ["in_place", "combine"])
+def test_a_fit_recovers_what_made_the_times(call: str) -> None:
     """Times that the model made itself, from rates far from the built-in ones."""
-    made = replace(H200, dispatch=CallRates(30.0, 150.0, 11.0))
+    made = replace(H200, **{call: CallRates(30.0, 150.0, 11.0)})
     points = [
-        replace(point, us=predict("dispatch", point.work, made).us) for point in read(tables.TWO)
+        replace(point, us=predict(call, point.work, made).us)
+        for point in read(tables.TWO)
+        if point.call == call
     ]
-    mine = [point for point in points if point.call == "dispatch"]
-    assert fit("dispatch", mine, H200) == pytest.approx(made.dispatch, rel=1e-4)
+    assert fit(call, points, H200) == pytest.approx(getattr(made, call), rel=1e-4)
 
 
-def test_memory_is_what_was_measured() -> None:
-    """``symmetric_bytes`` of rows without views: rings, and less than 1 MiB beside them."""
-    record = json.loads(tables.TWO.read_text())
-    held = [
-        row["symmetric_bytes"] for row in record["rows"] if row["ours"] and row["section"] == "zipf"
-    ]
+@pytest.mark.parametrize("record", [tables.TWO, tables.FOUR])
+def test_memory_is_what_was_measured(record: Path) -> None:
+    """``symmetric_bytes`` of rows without views, to the byte."""
+    held = {
+        row["symmetric_bytes"]
+        for row in json.loads(record.read_text())["rows"]
+        if row["ours"] and row["section"] == "zipf"
+    }
     [work] = {
         point.work
-        for point in read(tables.TWO)
-        if point.work.tokens == 64 and point.call == "dispatch"
+        for point in read(record)
+        if point.call == "combine" and (point.work.tokens, point.work.sms) == (4096, H200_SMS)
     }
-    assert held and all(0 <= each - recorded_sizes(work).symmetric_bytes < 1 << 20 for each in held)
+    assert held == {nvlink_sizes(work).symmetric_bytes}
 
 
 def test_the_record_shows_these_tables() -> None:

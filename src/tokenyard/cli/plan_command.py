@@ -26,7 +26,7 @@ from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
 
 WORK = ("nodes", "gpus_per_node", "tokens", "hidden", "experts", "topk", "sms", "buffer_bytes")
 IGNORED = (
-    "Not in these times: the Python call (100-260 us in the records; CUDA graphs hide it), the "
+    "Not in these times: the Python call (100-450 us in the records; CUDA graphs hide it), the "
     "plan of a new routing, congestion, rails that do not match, limits of NICs and their queues, "
     "GPUs that wait for slower ones. The network was never measured."
 )
@@ -41,7 +41,7 @@ Rate = Annotated[
 Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
 Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
 FILE = "JSON of tokenyard bench --json or of the suite nvlink."
-Record = Annotated[Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x H200")]
+Record = Annotated[Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x H100")]
 Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.", dir_okay=False)]
 
 
@@ -120,6 +120,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bound": call.terms.bound,
             "links_in_turn": terms.pop("in_turn"),
             "in_heap": terms.pop("in_heap"),
+            "power": terms.pop("power"),
             "terms_us": terms,
             "nvlink_bytes": call.nvlink._asdict(),
             "nic_bytes": call.nic._asdict(),

@@ -1,8 +1,9 @@
 """From bytes and rates to microseconds: what bounds a call, and for how long.
 
 ``us = latency + sqrt(NVLink^2 + NIC^2 + programs^2) + fill``. The three limits hold at once, and
-one that is nearly reached slows the one that is: squares fit the measured curves over SMs
-(docs/how-to/planner.md), a maximum is too low near the knee.
+one that is nearly reached slows the one that is: a maximum is too low near the knee. Calls of
+engine nvlink without rings have fourth powers in place of squares (``Terms.power``), which are
+nearer to the measured curve over SMs of two GPUs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from tokenyard.engines.budget import LEAST_BYTES, most_rows_there
 from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.planner.rates import CallRates, Rates
-from tokenyard.planner.sizes import Ring, Sizes, recorded_sizes
+from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes
 from tokenyard.planner.traffic import Traffic, traffic
 from tokenyard.planner.workload import Workload
 
 US = 1e3
 """Bytes per microsecond at 1 GB/s."""
-LAUNCH_US = 3.0
-"""A launch that finds nothing to do, behind a cached dispatch to heaps."""
+LAUNCH_US = 5.3
+"""A launch that finds nothing to do, behind a cached dispatch to heaps: the median of what those
+took longer than in place over SMs (docs/benchmarks/nvlink-2xh100-20261127.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Terms:
             every ring.
         in_turn: whether NVLink waits for the NIC, so that their times add up.
         in_heap: whether a dispatch of nvlink is one to heaps.
+        power: of links and programs in their sum: the higher, the sharper the knee between them.
     """
 
     nvlink: float = 0.0
@@ -46,11 +49,13 @@ class Terms:
     fill: float = 0.0
     in_turn: bool = False
     in_heap: bool = False
+    power: int = 2
 
     @property
     def us(self) -> float:
         links = self.nvlink + self.nic if self.in_turn else math.hypot(self.nvlink, self.nic)
-        return self.latency + math.hypot(links, self.programs) + self.fill
+        limits = (links**self.power + self.programs**self.power) ** (1 / self.power)
+        return self.latency + limits + self.fill
 
     @property
     def bound(self) -> str:
@@ -69,9 +74,9 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
     ``in_place``, in symmetric memory; one to heaps is such, and a launch.
 
     A combine without rings: its programs read and store rows that go back, read all rows of a
-    token, and store results. In place, every writer also writes the rows that stay here, and
-    nothing fills a pipeline. A reducer takes as long for a token of four ranks as of two, since
-    it loads the rows of all ranks at once: its work is results.
+    token, and store results. In place, every writer also writes the rows that stay here. Nothing
+    fills a pipeline. Through rings a reducer's work is results, as it loads the rows of all ranks
+    at once.
     """
     if call == "dispatch" and goes_to_heap(work, moved, sizes):
         terms = nvlink_call("in_place", work, moved, sizes, rates)
@@ -79,14 +84,15 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
     rate: CallRates = getattr(rates, call)
     row_bytes, ring = work.back_bytes if call == "combine" else work.row_bytes, sizes.rings[-1]
     sent = moved.nvlink.busiest * row_bytes
+    results, own = work.tokens * row_bytes, moved.own.busiest * row_bytes
     programs, num_bytes, chunk = {
         "dispatch": (sizes.senders, sent, ring.chunk),
-        "in_place": (sizes.writers, sent + moved.own.busiest * row_bytes, 0),
-        "combine": (sizes.reducers, work.tokens * row_bytes, ring.back_chunk),
+        "in_place": (sizes.writers, sent + own, 0),
+        "combine": (sizes.writers, 3 * sent + own + results, 0),
     }[call]
-    if call == "combine" and sent <= sizes.receive_bytes:
-        rate, programs, chunk = rates.push, sizes.writers, 0
-        num_bytes = 3 * sent + (moved.own.busiest + work.tokens) * row_bytes
+    if call == "combine" and sent > sizes.receive_bytes:
+        rate = rate._replace(program_gbs=rates.results_gbs)
+        programs, num_bytes, chunk = sizes.reducers, results, ring.back_chunk
     busy = 0.0
     if rate.program_gbs is not None and num_bytes:
         busy = num_bytes / (programs * rate.program_gbs * US)
@@ -96,6 +102,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         programs=busy,
         latency=rate.fixed_us,
         fill=left * row_bytes / (rates.copy_gbs * US),
+        power=2 if chunk else 4,
     )
 
 
@@ -220,11 +227,9 @@ known_traffic = lru_cache(maxsize=256)(traffic)
 
 
 def predict(call: str, work: Workload, rates: Rates) -> Terms:
-    """A call (of :data:`~tokenyard.planner.rates.CALLS`) inside one node, routing uniform, as in
-    the records: a role per program, and rings for all.
-    """
+    """A call (of :data:`~tokenyard.planner.rates.CALLS`) inside one node, routing uniform."""
     moved = known_traffic(work, "uniform")
     if call.startswith(COLLECTIVE):
         row_bytes = work.row_bytes if call == COLLECTIVE else work.back_bytes
         return collective_call(work, moved, getattr(rates, call), row_bytes, rates)
-    return nvlink_call(call, work, moved, recorded_sizes(work), rates)
+    return nvlink_call(call, work, moved, nvlink_sizes(work), rates)

@@ -22,7 +22,8 @@ class CallRates(NamedTuple):
     Attributes:
         fixed_us: what an empty call takes: launch, announcements, last signal.
         link_gbs: bytes (1e9 a second) that leave a GPU for others, one way, with programs to spare.
-        program_gbs: of a program that moves rows, in a combine a reducer's results; None: no limit.
+        program_gbs: of a program that moves rows, in a combine all that it reads and stores; None:
+            no limit.
     """
 
     fixed_us: float
@@ -36,9 +37,9 @@ class Rates:
 
     Attributes:
         dispatch, in_place, combine: engines with kernels; in place is nvlink's dispatch in place.
-        push: a combine of nvlink without rings; its program_gbs counts what is read and stored.
         collective, collective_back: engine ``collective``, cached dispatch and combine.
         low_dispatch, low_combine: engine low_latency.
+        results_gbs: a reducer's results in a combine of nvlink through rings.
         copy_gbs: rows copied inside a GPU (each byte read and written).
         turns_gbs, turns_back_gbs: what one program of engine twolevel copies, all its tasks
             together, in dispatch and combine, were memory endless.
@@ -50,11 +51,11 @@ class Rates:
     dispatch: CallRates
     in_place: CallRates
     combine: CallRates
-    push: CallRates
     collective: CallRates
     collective_back: CallRates
     low_dispatch: CallRates
     low_combine: CallRates
+    results_gbs: float
     copy_gbs: float
     turns_gbs: float
     turns_back_gbs: float
@@ -77,7 +78,7 @@ class Rates:
                     f"latency"
                 )
         scale = 1.0 if nvlink is None else nvlink / self.dispatch.link_gbs
-        names = (*CALLS, *DECODE, "push")
+        names = (*CALLS, *DECODE)
         calls: dict[str, CallRates] = {name: getattr(self, name) for name in names}
         calls = {
             name: call._replace(link_gbs=call.link_gbs * scale) for name, call in calls.items()
@@ -93,27 +94,32 @@ class Rates:
 
 
 H200 = Rates(
-    dispatch=CallRates(11.0, 364.0, 31.3),
-    in_place=CallRates(11.2, 371.0, 67.6),
-    combine=CallRates(12.3, 341.0, 25.3),
-    push=CallRates(12.3, 341.0, 64.0),
+    dispatch=CallRates(14.8, 360.0, 46.0),
+    in_place=CallRates(14.6, 355.0, 31.4),
+    combine=CallRates(16.5, 349.0, 58.2),
     collective=CallRates(269.0, 275.0),
     collective_back=CallRates(459.0, 115.0),
     low_dispatch=CallRates(8.0, 250.0),
     low_combine=CallRates(6.5, 300.0),
+    results_gbs=25.3,
     copy_gbs=2074.0,
     turns_gbs=34.0,
     turns_back_gbs=27.0,
     nic_gbs=45.0,
     latency_us=5.0,
     put_us=0.1,
-    source="H200 over NV18: docs/benchmarks/nvlink-2xh200-20261122 and collective-4xh200-20261121",
+    source="H100 and H200 over NV18: docs/benchmarks/nvlink-2xh100-20261127 and "
+    "collective-4xh200-20261121",
 )
-"""Fitted (``planner/record.py``; a test fits them again) to the records in ``source``.
+"""Of H100 and H200, whose calls with all multiprocessors take as long on NVLink 4. Fitted
+(``planner/record.py``; a test fits them again) to the records in ``source``: ``dispatch``,
+``in_place`` and ``combine`` to two H100, else H200.
 ``copy_gbs`` is half of what a local copy was seen to read and write, in no record. ``turns_*``:
 chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that
 changed since (docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
-(docs/how-to/planner.md). ``push``: link as of combine; programs chosen to suit two GPUs with 8 to
-24 multiprocessors (docs/benchmarks/few-multiprocessors-2xh200-dev-20261122.md). ``low_*``: chosen
-to suit two and four GPUs with up to 256 tokens (docs/benchmarks/low_latency-*.json). The network
-was not measured: 90 % of a 400 Gb/s NIC per GPU, guesses for the rest."""
+(docs/how-to/planner.md). Programs of ``dispatch``: chosen to suit cached ones through rings with 24
+multiprocessors (docs/benchmarks/experiments-nvlink.md: 244 us on two, 550 on four GPUs), as records
+have none. ``results_gbs``: fitted to a record of two GPUs when all combines took rings
+(docs/benchmarks/nvlink-2xh200-20261122.md). ``low_*``: chosen to suit two and four GPUs with up to
+256 tokens (docs/benchmarks/low_latency-*.json). The network was not measured: 90 % of a 400 Gb/s
+NIC per GPU, guesses for the rest."""

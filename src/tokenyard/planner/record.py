@@ -116,7 +116,10 @@ def rates_from(path: Path, base: Rates) -> Rates:
     ValueError: none.
     """
     points = read(path)
-    by_call = {call: [point for point in points if point.call == call] for call in CALLS}
+    by_call: dict[str, list[Point]] = {call: [] for call in CALLS}
+    for point in points:  # a dispatch to heaps tells of those in place
+        in_heap = predict(point.call, point.work, base).in_heap
+        by_call["in_place" if in_heap else point.call].append(point)
     fitted = {
         call: fit(call, mine, base)
         for call, mine in by_call.items()
@@ -131,7 +134,7 @@ def rates_from(path: Path, base: Rates) -> Rates:
 
 
 def fit(call: str, points: Sequence[Point], base: Rates) -> CallRates:
-    """The call under which the model comes closest to ``points``, all of that call."""
+    """Rates of ``call`` with which the model comes closest to ``points``, which all tell of it."""
     start: CallRates = getattr(base, call)
     free = [start.fixed_us, start.link_gbs]
     if start.program_gbs is not None and len({point.work.sms for point in points}) > 1:
@@ -142,7 +145,7 @@ def fit(call: str, points: Sequence[Point], base: Rates) -> CallRates:
 
     def errors(logs: Tensor) -> Tensor:
         rates = replace(base, **{call: leg_of(logs)})
-        ratios = [predict(call, point.work, rates).us / point.us for point in points]
+        ratios = [predict(point.call, point.work, rates).us / point.us for point in points]
         return torch.tensor(ratios, dtype=torch.float64).log()
 
     return leg_of(_least_squares(errors, torch.tensor(free, dtype=torch.float64).log()))

@@ -56,27 +56,6 @@ class Sizes:
     heap_bytes: int = 0
 
 
-def recorded_sizes(workload: Workload) -> Sizes:
-    """Sizes of engine ``nvlink`` in records of 2026-11: a role per program, rings for all."""
-    ranks, sms = workload.gpus_per_node, workload.sms
-    every = sms == workload.most_sms
-    least = ranks if every else 2 * ranks
-    if sms < least:
-        raise ValueError(f"records of {ranks} ranks have at least {least} SMs, and sms is {sms}")
-    channels = min(64, (2 * sms - 1) // ranks) if every else (sms - 1) // (2 * ranks - 1)
-    tuning = peer_tuning(sms, Topology(1, ranks), all_sms=every, channels=channels)
-    tuning = replace(tuning, channels=channels, dispatch=replace(tuning.dispatch, chunk=16))
-    ring = _ring("NVLink", ranks * channels, workload.buffer_bytes, workload, tuning)
-    return Sizes(
-        channels=channels,
-        senders=channels * (ranks - 1),
-        writers=sms,
-        reducers=channels,
-        rings=(ring,),
-        symmetric_bytes=ring.count * ring.num_bytes,  # without counters and headers
-    )
-
-
 def nvlink_sizes(workload: Workload) -> Sizes:
     """Sizes of engine ``nvlink``. ValueError: rings hold less than two rows, or too many ranks."""
     ranks, sms = workload.gpus_per_node, workload.sms
