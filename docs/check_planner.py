@@ -27,7 +27,7 @@ from tokenyard.planner.model import (
     twolevel_dispatch,
 )
 from tokenyard.planner.prediction import COLLECTIVE, COMBINE, DISPATCH, FLAT, Plan, scaling
-from tokenyard.planner.rates import CALLS, H200, CallRates, Rates
+from tokenyard.planner.rates import CALLS, HOPPER, CallRates, Rates
 from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import twolevel_sizes
 from tokenyard.planner.workload import Dtype, Workload
@@ -66,13 +66,13 @@ class Line(NamedTuple):
 
 def fitted() -> Rates:
     """Rates as the two records with raw times give them; those built in are these, rounded."""
-    return rates_from(PORTABLE, rates_from(TWO, H200))
+    return rates_from(PORTABLE, rates_from(TWO, HOPPER))
 
 
 def rounded(known: Rates) -> Rates:
     """Rates as they are built in: three digits of what is fitted."""
     calls: dict[str, CallRates] = {call: getattr(known, call) for call in CALLS}
-    return replace(H200, **{
+    return replace(HOPPER, **{
         call: CallRates(*[float(f"{rate:.3g}") for rate in rates if rate is not None])
         for call, rates in calls.items()
     })  # fmt: skip

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tokenyard.cli import app
 from tokenyard.planner.prediction import plan
-from tokenyard.planner.rates import H200
+from tokenyard.planner.rates import HOPPER
 from tokenyard.planner.workload import Workload
 
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
@@ -33,7 +33,7 @@ def test_tables_of_one_node() -> None:
         "Time (us",
         "Bytes per GPU and call",
         "Sizes of engine nvlink",
-        H200.source,
+        HOPPER.source,
         "The network was never measured",
         "the Python call (100-450 us in the records",
     ):
@@ -121,7 +121,7 @@ def test_json_is_the_plan() -> None:
     assert "if asked for" in found["engine_runs"]
     assert set(found["rows"]) == {"uniform", "zipf"}
     work = Workload(nodes=2, gpus_per_node=4, tokens=128, hidden=7168, experts=64, topk=8)
-    calls = plan(work, H200, skews=("uniform", "zipf")).calls
+    calls = plan(work, HOPPER, skews=("uniform", "zipf")).calls
     assert len(found["calls"]) == len(calls) == 30
     for seen, call in zip(found["calls"], calls, strict=True):
         assert set(seen) == {

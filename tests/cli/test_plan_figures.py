@@ -22,7 +22,7 @@ from tokenyard.planner.model import (
     twolevel_dispatch,
 )
 from tokenyard.planner.prediction import plan
-from tokenyard.planner.rates import H200
+from tokenyard.planner.rates import HOPPER
 from tokenyard.planner.record import read
 from tokenyard.planner.sizes import nvlink_sizes, twolevel_sizes
 from tokenyard.planner.traffic import Traffic, traffic
@@ -47,22 +47,22 @@ def test_the_busiest_gpu_sets_every_time() -> None:
         twolevel_sizes(MANY),
         nvlink_sizes(replace(MANY, nodes=1)),
     )
-    calls = H200.collective, H200.collective_back
+    calls = HOPPER.collective, HOPPER.collective_back
     calls = [
         *(
-            lambda rows, call=call: call(one, rows, inner, H200)
+            lambda rows, call=call: call(one, rows, inner, HOPPER)
             for call in (nvlink_dispatch, nvlink_in_place, nvlink_combine)
         ),
         *(
-            lambda rows, call=call: call(MANY, rows, sizes, H200)
+            lambda rows, call=call: call(MANY, rows, sizes, HOPPER)
             for call in (twolevel_dispatch, twolevel_combine)
         ),
         *(
-            lambda rows, call=call: collective_call(MANY, rows, call, MANY.row_bytes, H200)
+            lambda rows, call=call: collective_call(MANY, rows, call, MANY.row_bytes, HOPPER)
             for call in calls
         ),
         *(
-            lambda rows, call=call: flat_call(MANY, rows, call, MANY.row_bytes, H200)
+            lambda rows, call=call: flat_call(MANY, rows, call, MANY.row_bytes, HOPPER)
             for call in calls
         ),
     ]
@@ -79,11 +79,12 @@ def test_rows_come_back_as_bf16() -> None:
         nvlink_sizes(replace(MANY, nodes=1)),
     )
     fp8 = replace(MANY, dtype="fp8")
-    assert twolevel_combine(fp8, rows, sizes, H200) == twolevel_combine(MANY, rows, sizes, H200)
+    assert twolevel_combine(fp8, rows, sizes, HOPPER) == twolevel_combine(MANY, rows, sizes, HOPPER)
     assert (
-        twolevel_dispatch(fp8, rows, sizes, H200).us < twolevel_dispatch(MANY, rows, sizes, H200).us
+        twolevel_dispatch(fp8, rows, sizes, HOPPER).us
+        < twolevel_dispatch(MANY, rows, sizes, HOPPER).us
     )
-    assert nvlink_combine(fp8, rows, inner, H200) == nvlink_combine(MANY, rows, inner, H200)
+    assert nvlink_combine(fp8, rows, inner, HOPPER) == nvlink_combine(MANY, rows, inner, HOPPER)
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -93,7 +94,7 @@ def test_tables_hold_what_their_heads_say(nodes: int) -> None:
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     assert "Call Engine Routing Time NVLink NIC Programs Latency Fill Bound by" in lines
     assert "Call Engine Routing NVLink mean NIC mean" in lines
-    found = plan(replace(MANY, nodes=nodes), H200, skews=("uniform", "zipf"))
+    found = plan(replace(MANY, nodes=nodes), HOPPER, skews=("uniform", "zipf"))
     flows = [call.nic if nodes > 1 else call.nvlink for call in found.calls]
     assert any(flow.busiest > 1.05 * flow.mean for flow in flows)
     for call in found.calls:
@@ -103,11 +104,11 @@ def test_tables_hold_what_their_heads_say(nodes: int) -> None:
         sizes = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
         assert f"{name} {' '.join(map(bytes_text, sizes))}" in lines
     calls = (
-        H200.dispatch,
-        H200.in_place,
-        H200.combine,
-        H200.collective,
-        H200.collective_back,
+        HOPPER.dispatch,
+        HOPPER.in_place,
+        HOPPER.combine,
+        HOPPER.collective,
+        HOPPER.collective_back,
     )
     there, in_place, back, first, second = (round(call.link_gbs) for call in calls)
     rates = (

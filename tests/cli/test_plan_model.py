@@ -46,7 +46,7 @@ from tokenyard.planner.prediction import (
     plan,
     scaling,
 )
-from tokenyard.planner.rates import H200, LEAST, MOST, CallRates
+from tokenyard.planner.rates import HOPPER, LEAST, MOST, CallRates
 from tokenyard.planner.record import rates_from, read
 from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes, row_layouts, twolevel_sizes
 from tokenyard.planner.traffic import Flow, traffic
@@ -55,7 +55,7 @@ from tokenyard.topology import Topology, num_tasks
 
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "nvlink-2xh200-20261122.json"
 ROUND = replace(
-    H200,
+    HOPPER,
     dispatch=CallRates(10.0, 100.0, 2.0),
     in_place=CallRates(10.0, 100.0, 2.0),
     collective=CallRates(50.0, 10.0),
@@ -188,7 +188,7 @@ def test_low_latency_by_hand() -> None:
 
 def decode_us(nodes: int, gpus: int, tokens: int) -> tuple[float, float]:
     """Dispatch in FP8, combine in BF16."""
-    calls = plan(layer(nodes, gpus, tokens), H200, ["fp8"]).calls
+    calls = plan(layer(nodes, gpus, tokens), HOPPER, ["fp8"]).calls
     there, back = (call.terms.us for call in calls if call.engine == LOW_LATENCY)
     return there, back
 
@@ -223,7 +223,7 @@ def test_decode_between_nodes_beside_published_times(nodes: int) -> None:
     for what, measured, own in zip(
         ("dispatch", "combine"), PUBLISHED[nodes], decode_us(nodes, 8, 128), strict=True
     ):
-        us = low_latency_call(what, work, replace(rows, flat_nic=picks), H200).us
+        us = low_latency_call(what, work, replace(rows, flat_nic=picks), HOPPER).us
         assert us == pytest.approx(measured, rel=1 / 7), what
         assert own < us, what
 
@@ -255,7 +255,7 @@ def sizes_in(found: Any) -> dict[str, float]:
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_more_tokens_take_no_less_time(nodes: int, gpus: int, few: int, more: int) -> None:
     """Through rings, and to heaps."""
-    less, most = (plan(layer(nodes, gpus, tokens), H200) for tokens in (few, few + more))
+    less, most = (plan(layer(nodes, gpus, tokens), HOPPER) for tokens in (few, few + more))
     fewer, more_us = sizes_in(less), sizes_in(most)
     both = ("low_latency", f"{DISPATCH} nvlink bf16")
     assert {name for name in fewer if not any(each in name for each in both)} <= more_us.keys()
@@ -264,7 +264,7 @@ def test_more_tokens_take_no_less_time(nodes: int, gpus: int, few: int, more: in
 
 
 def test_which_engines_are_planned() -> None:
-    one, many, single = (plan(layer(*machine), H200) for machine in ((1, 4), (4, 8), (4, 1)))
+    one, many, single = (plan(layer(*machine), HOPPER) for machine in ((1, 4), (4, 8), (4, 1)))
     assert one.engine == "nvlink" and {call.engine for call in one.calls} == {"nvlink", COLLECTIVE}
     assert {call.name for call in one.calls if call.engine == "nvlink"} == {
         DISPATCH,
@@ -277,7 +277,7 @@ def test_which_engines_are_planned() -> None:
         FLAT,
     }
     assert {call.engine for call in single.calls} == {"twolevel", COLLECTIVE}  # one way to go only
-    few = plan(layer(4, 8, MOST_DECODED), H200)
+    few = plan(layer(4, 8, MOST_DECODED), HOPPER)
     assert [call.engine for call in few.calls if call.name == COMBINE] == [
         "twolevel",
         COLLECTIVE,
@@ -293,7 +293,7 @@ def test_which_engines_are_planned() -> None:
 
 
 def planned(work: Workload) -> dict[tuple[str, str], Terms]:
-    calls = plan(work, H200).calls
+    calls = plan(work, HOPPER).calls
     return {(call.name, call.dtype): call.terms for call in calls if call.engine == "nvlink"}
 
 
@@ -390,55 +390,55 @@ def test_a_ring_must_hold_two_rows() -> None:
         with pytest.raises(
             ValueError, match=r"buffer_bytes \(134217728\) gives .* but 2 rows of .* must fit"
         ) as refusal:
-            plan(work, H200)
-        plan(replace(work, buffer_bytes=int(str(refusal.value).split()[-1])), H200)
+            plan(work, HOPPER)
+        plan(replace(work, buffer_bytes=int(str(refusal.value).split()[-1])), HOPPER)
 
 
 def test_one_multiprocessor_serves_many_ranks() -> None:
     for work in (layer(gpus=133), layer(gpus=8, sms=1)):
         assert nvlink_sizes(work).channels == 1
-        assert all(call.terms.us > 0 for call in plan(work, H200).calls)
+        assert all(call.terms.us > 0 for call in plan(work, HOPPER).calls)
 
 
 def test_machines_grow_to_1024_gpus() -> None:
-    found, refused = scaling(layer(gpus=8), H200)
+    found, refused = scaling(layer(gpus=8), HOPPER)
     assert not refused
     assert [each.workload.ranks for each in found] == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert {each.workload.experts for each in found} == {1024}
-    assert [each.workload.nodes for each in scaling(layer(gpus=16), H200)[0]][-1] == 64
+    assert [each.workload.nodes for each in scaling(layer(gpus=16), HOPPER)[0]][-1] == 64
 
 
 def test_machines_that_do_not_fit_say_why() -> None:
     """Rings have only as many channels as hold some rows."""
-    found, refused = scaling(replace(layer(gpus=8), hidden=200_000), H200)
+    found, refused = scaling(replace(layer(gpus=8), hidden=200_000), HOPPER)
     assert [each.workload.ranks for each in found] == [8, 16, 32, 64]
     assert list(refused) == [128, 256, 512, 1024]
     assert "rows of 400128 bytes must fit" in str(refused[128])
     with pytest.raises(ValueError, match="buffer_bytes"):
-        scaling(replace(layer(gpus=8), hidden=1 << 30), H200)
+        scaling(replace(layer(gpus=8), hidden=1 << 30), HOPPER)
 
 
 # Rates
 
 
 def test_links_that_are_given() -> None:
-    given = H200.with_links(nvlink=182.0, nic=90.0, latency=2.0)
-    scale = 182 / H200.dispatch.link_gbs
+    given = HOPPER.with_links(nvlink=182.0, nic=90.0, latency=2.0)
+    scale = 182 / HOPPER.dispatch.link_gbs
     assert given.dispatch.link_gbs == pytest.approx(182.0)
     for call in ("combine", COLLECTIVE, "low_combine"):
-        rates: CallRates = getattr(H200, call)
+        rates: CallRates = getattr(HOPPER, call)
         assert getattr(given, call).link_gbs == pytest.approx(scale * rates.link_gbs)
     assert (given.nic_gbs, given.latency_us) == (
         90.0,
         2.0,
-    ) and given.dispatch.fixed_us == H200.dispatch.fixed_us
+    ) and given.dispatch.fixed_us == HOPPER.dispatch.fixed_us
     assert given.source.endswith("given: nvlink 182, nic 90, latency 2")
-    assert H200.with_links() == H200
+    assert HOPPER.with_links() == HOPPER
     work = layer(4, 8)
-    faster = sizes_in(plan(work, H200.with_links(nic=90.0)))
+    faster = sizes_in(plan(work, HOPPER.with_links(nic=90.0)))
     assert (
         faster["dispatch twolevel bf16"]
-        < 0.7 * sizes_in(plan(work, H200))["dispatch twolevel bf16"]
+        < 0.7 * sizes_in(plan(work, HOPPER))["dispatch twolevel bf16"]
     )
 
 
@@ -448,7 +448,7 @@ def test_a_rate_must_be_positive_and_finite(link: str, value: float) -> None:
     with pytest.raises(
         ValueError, match=rf"{link} \({re.escape(str(value))}\) must be from 1e-06 to 1e\+09"
     ):
-        H200.with_links(**{link: value})
+        HOPPER.with_links(**{link: value})
 
 
 @pytest.mark.parametrize("value", [LEAST, MOST])
@@ -456,7 +456,7 @@ def test_times_are_finite_whatever_the_rates(value: float) -> None:
     for link in ("nvlink", "nic", "latency"):
         assert all(
             math.isfinite(us)
-            for us in sizes_in(plan(layer(4, 8), H200.with_links(**{link: value}))).values()
+            for us in sizes_in(plan(layer(4, 8), HOPPER.with_links(**{link: value}))).values()
         )
 
 
@@ -513,8 +513,8 @@ def test_records_of_other_gpus_have_other_multiprocessors(tmp_path: Path, sms: i
     found = [point.work for point in read(path)]
     assert {work.most_sms for work in found} == {sms}
     assert {work.sms for work in found} == {8, 16, 24, 32, 64, min(132, sms), sms}
-    assert rates_from(path, H200).dispatch.link_gbs == pytest.approx(
-        H200.dispatch.link_gbs, rel=0.1
+    assert rates_from(path, HOPPER).dispatch.link_gbs == pytest.approx(
+        HOPPER.dispatch.link_gbs, rel=0.1
     )
 
 
@@ -548,8 +548,11 @@ def test_a_sweep_of_nvlink_keeps_what_programs_do(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(json.dumps({"devices": ["a", "b"], "rows": rows}))
     assert [point.us for point in read(path)] == [30.0, 1400.0]
-    found = rates_from(path, H200)
-    assert found.dispatch.program_gbs == H200.dispatch.program_gbs and found.combine == H200.combine
+    found = rates_from(path, HOPPER)
+    assert (
+        found.dispatch.program_gbs == HOPPER.dispatch.program_gbs
+        and found.combine == HOPPER.combine
+    )
     assert 150 < found.dispatch.link_gbs < 200 and 20 < found.dispatch.fixed_us < 30
 
 
@@ -572,7 +575,7 @@ def test_records_that_are_none(tmp_path: Path, text: str | None, message: str) -
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        rates_from(path, H200)
+        rates_from(path, HOPPER)
 
 
 @pytest.mark.parametrize("us", [0.0, math.inf, math.nan])
@@ -593,17 +596,17 @@ def test_one_size_is_too_few(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="must have times for two numbers of tokens"):
-        rates_from(path, H200)
+        rates_from(path, HOPPER)
 
 
 def test_neither_triton_nor_a_gpu_is_needed() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from tokenyard.planner.prediction import plan\n"
-        "from tokenyard.planner.rates import H200\n"
+        "from tokenyard.planner.rates import HOPPER\n"
         "from tokenyard.planner.workload import Workload\n"
         "for nodes in (1, 2): plan(Workload(nodes=nodes, gpus_per_node=4, tokens=8, hidden=64, "
-        "experts=8, topk=2), H200)\n"
+        "experts=8, topk=2), HOPPER)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -626,7 +629,9 @@ def test_the_plan_says_how_rows_of_low_latency_cross(nodes: int, tokens: int, on
     the NIC."""
     work = Workload(nodes=nodes, gpus_per_node=8, tokens=tokens, hidden=7168, experts=256, topk=8)
     assert work.crosses_once == once
-    calls = {call.engine: call for call in plan(work, H200, ["bf16"]).calls if call.name == COMBINE}
+    calls = {
+        call.engine: call for call in plan(work, HOPPER, ["bf16"]).calls if call.name == COMBINE
+    }
     assert (ONCE in calls) == (nodes > 1)
     if nodes > 1:
         assert calls[ONCE].nic.mean < calls[LOW_LATENCY].nic.mean

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tokenyard.planner.model import LAUNCH_US, low_latency_call, predict
-from tokenyard.planner.rates import H200, CallRates
+from tokenyard.planner.rates import HOPPER, CallRates
 from tokenyard.planner.record import fit, rates_from, read
 from tokenyard.planner.sizes import nvlink_sizes
 from tokenyard.planner.traffic import traffic
@@ -38,9 +38,9 @@ def rates() -> Any:
 
 def test_built_in_rates_are_the_fitted_ones(rates: Any) -> None:
     """To three digits, and from this record."""
-    assert tables.rounded(rates) == H200
+    assert tables.rounded(rates) == HOPPER
     code = Path(tables.built_in.__file__).read_text()
-    assert tables.with_rates(code, H200) == code
+    assert tables.with_rates(code, HOPPER) == code
 
 
 def test_every_point_of_the_fit_is_near(rates: Any) -> None:
@@ -59,7 +59,7 @@ def test_rates_are_those_of_the_newest_record(gpus: int, record: Path) -> None:
     """Names end in the day; records of development runs have a form of their own."""
     all_of_them = tables.RECORDS.glob(f"nvlink-{gpus}xh?00-2*.json")
     assert max(all_of_them, key=lambda path: path.stem[-8:]) == record
-    assert f"docs/benchmarks/{tables.TWO.stem} and" in H200.source
+    assert f"docs/benchmarks/{tables.TWO.stem} and" in HOPPER.source
 
 
 def test_four_gpus_are_foretold_from_two(rates: Any) -> None:
@@ -83,7 +83,7 @@ def test_two_by_two_is_foretold_from_two_by_one() -> None:
     """Engine twolevel over NVLink, rates chosen on two GPUs: what the page says of each kind of
     line.
     """
-    lines = tables.turns_lines(H200)
+    lines = tables.turns_lines(HOPPER)
     four, two = ([line for line in lines if line.work.ranks == ranks] for ranks in (4, 2))
     assert (len(four), len(two)) == (20, 4)
     small = [line for line in four if line.work.buffer_bytes < 1e8]
@@ -123,15 +123,15 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path, monkeypatch: pytest.Mon
             row["device"]["median"] *= 2
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps(record))
-    whole = rates_from(tables.TWO, H200)
+    whole = rates_from(tables.TWO, HOPPER)
     # Behind dispatches to heaps, and no rate.
     monkeypatch.setattr("tokenyard.planner.model.LAUNCH_US", 2 * LAUNCH_US)
-    halved = rates_from(slow, H200)
+    halved = rates_from(slow, HOPPER)
     assert halved.dispatch.link_gbs == pytest.approx(whole.dispatch.link_gbs / 2, rel=0.03)
     assert halved.in_place.fixed_us == pytest.approx(2 * whole.in_place.fixed_us, rel=1e-3)
     assert halved.in_place.link_gbs == pytest.approx(whole.in_place.link_gbs / 2, rel=1e-3)
     assert (
-        halved.collective == H200.collective
+        halved.collective == HOPPER.collective
         and "slow.json: dispatch, in_place, combine; else" in halved.source
     )
 
@@ -139,13 +139,13 @@ def test_two_gpus_do_not_know_about_four(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("call", ["in_place", "combine"])
 def test_a_fit_recovers_what_made_the_times(call: str) -> None:
     """Times that the model made itself, from rates far from the built-in ones."""
-    made = replace(H200, **{call: CallRates(30.0, 150.0, 11.0)})
+    made = replace(HOPPER, **{call: CallRates(30.0, 150.0, 11.0)})
     points = [
         replace(point, us=predict(call, point.work, made).us)
         for point in read(tables.TWO)
         if point.call == call
     ]
-    assert fit(call, points, H200) == pytest.approx(getattr(made, call), rel=1e-4)
+    assert fit(call, points, HOPPER) == pytest.approx(getattr(made, call), rel=1e-4)
 
 
 @pytest.mark.parametrize("record", [tables.TWO, tables.FOUR])
@@ -184,6 +184,6 @@ def test_decoding_between_nodes_is_near_what_others_published() -> None:
         rows = traffic(work, "uniform")
         more = 128 * 8 * (1 - 8 / ranks) / rows.flat_nic.mean
         for call, us in zip(("dispatch", "combine"), seen, strict=True):
-            terms = low_latency_call(call, work, rows, H200)
+            terms = low_latency_call(call, work, rows, HOPPER)
             assert terms.us == pytest.approx(us, rel=0.25)
             assert replace(terms, nic=more * terms.nic).us == pytest.approx(us, rel=0.08)

@@ -20,7 +20,7 @@ from benchmarks import nvlink_plot
 from benchmarks.record import Line
 from tokenyard.cli.plots import save_bench, save_plans
 from tokenyard.planner.prediction import scaling
-from tokenyard.planner.rates import H200
+from tokenyard.planner.rates import HOPPER
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.testing.cases import Case
 
@@ -76,7 +76,7 @@ def check_legend(figure: Figure) -> None:
 def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
     plans, _ = scaling(
         Workload(nodes=2, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8),
-        H200,
+        HOPPER,
         DTYPES,
     )
     save_plans(Path("plan.png"), plans)
@@ -108,7 +108,7 @@ def test_a_plan_has_a_colour_per_engine(drawn: list[Figure]) -> None:
 def test_curves_of_a_plan_are_its_calls(drawn: list[Figure]) -> None:
     plans, _ = scaling(
         Workload(nodes=1, gpus_per_node=8, tokens=128, hidden=7168, experts=64, topk=8),
-        H200,
+        HOPPER,
         DTYPES,
     )
     save_plans(Path("plan.png"), plans)

@@ -19,7 +19,7 @@ from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
 from tokenyard.planner.prediction import ONCE, Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
-from tokenyard.planner.rates import CALLS, H200, Rates
+from tokenyard.planner.rates import CALLS, HOPPER, Rates
 from tokenyard.planner.record import rates_from
 from tokenyard.planner.traffic import SKEWS, Traffic
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
@@ -79,7 +79,7 @@ def plan(options: Options) -> None:
     dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in asked]
     try:
         workload = Workload(**{name: given[name] for name in WORK})
-        measured = H200 if options.rates is None else rates_from(options.rates, H200)
+        measured = HOPPER if options.rates is None else rates_from(options.rates, HOPPER)
         rates = measured.with_links(nvlink=options.nvlink, nic=options.nic, latency=options.latency)
         found = make_plan(workload, rates, dtypes, SKEWS, options.seed)
         shown, refused = ([], {}) if options.plot is None else scaling(workload, rates, dtypes)

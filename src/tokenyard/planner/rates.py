@@ -93,7 +93,7 @@ class Rates:
         )
 
 
-H200 = Rates(
+HOPPER = Rates(
     dispatch=CallRates(14.8, 360.0, 46.0),
     in_place=CallRates(14.6, 355.0, 31.4),
     combine=CallRates(16.5, 349.0, 58.2),
