@@ -21,6 +21,7 @@ SPILLS = {
     "two_dispatch_kernel FLAT cast @132": 260,
     "two_dispatch_kernel FLAT cast MXFP8 @132": 250,
     "two_dispatch_kernel EXPERT_MAJOR bf16 @132": 85,
+    "two_dispatch_kernel EXPERT_MAJOR cast @132": 120,
     "two_combine_kernel FLAT bf16 @132": 20,
     "two_combine_kernel FLAT reducing weights @132": 95,
     "two_combine_kernel EXPERT_MAJOR bf16 @132": 55,
@@ -72,7 +73,7 @@ def test_short_rows_compile_for_nodes_of_8(facts: Facts) -> None:
 def test_rows_move_16_bytes_at_a_time(facts: Facts) -> None:
     """Of what a combine in place reads, copies to shared memory: four at once of each of two ranks'
     rows, in both its sums, and of the other node's. It stores two kinds of sums."""
-    assert len(moving(facts)) > (16 if SOAK > 1 else 6)
+    assert len(moving(facts)) > (17 if SOAK > 1 else 5)
     for name, each in moving(facts).items():
         pulls = name.startswith("two_pull")
         assert each["copies 128"] >= 20 if pulls else each["loads 128"] >= 3, (name, each)

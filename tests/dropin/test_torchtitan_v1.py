@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deep_ep_world import World
 from frameworks import lend, lend_deep_ep, needs, own_ranks
@@ -82,6 +81,7 @@ def run(layer: Any, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
 def test_layer(ranks: Ranks) -> None:
     """``DeepEPMoE`` under ``DeepEPExpertParallel``, as ``MoE`` on one process."""
     deepep()
+    from torch.distributed.tensor import DeviceMesh, DTensor
     from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
     from torchtitan.models.moe.moe import MoE, MoEArgs
     from torchtitan.models.moe.moe_deepep import DeepEPMoE

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tokenyard.testing import Ranks, assert_close, payload, routing
 
@@ -119,6 +118,8 @@ def check_gradients(many: nn.Module, one: nn.Module, relative: float, what: str)
     """Collective: every parameter's gradient. One that cancels to rounding errors must be as small
     on both sides.
     """
+    from torch.distributed.tensor import DTensor  # most of a second
+
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     got = {name: parameter.grad for name, parameter in many.named_parameters()}
     assert got.keys() == expected.keys()

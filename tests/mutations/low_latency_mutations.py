@@ -229,13 +229,13 @@ RAIL = {
         "last token", shorten("sum_of_node(...)", "low_combine_kernel")
     ),
     "rail: row handed on without barrier": _rail(
-        "barrier", drop_barrier("hand_on", before=_FLAG), hint=1
+        "barrier", drop_barrier("hand_on", before=_FLAG), hint=3
     ),
     "rail: row handed on without order": _rail(
         "release", change("tl.atomic_max(..., sem=sem_)", "hand_on", sem_=RELAXED)
     ),
     "rail: sum handed back without order": _rail(
-        "release", change("tl.atomic_max(..., sem=sem_)", "hand_back", sem_=RELAXED)
+        "release", change("tl.atomic_max(..., sem=sem_)", "hand_back", sem_=RELAXED), hint=3
     ),
     "rail: flag before the row that is handed on": _rail(
         "flag before data",

@@ -13,7 +13,7 @@ import ast
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -62,9 +62,7 @@ def changed(
         AssertionError: it fits none, or several.
     """
     found, complaints = list[tuple[str, str]](), list[str]()
-    for path in sorted(KERNELS.glob("*.py")):
-        if not path.stem.startswith(tuple(mutation.file.split("|"))):
-            continue
+    for path in _files(mutation):
         try:
             glance(mutation.edits, path)
             source = Source(path.stem, prepared(ast.parse(path.read_text())))
@@ -77,6 +75,21 @@ def changed(
     assert len(found) == 1, f"fits {[file for file, _ in found]}; " + "; ".join(complaints)
     assert found[0][1] != _unchanged(found[0][0])
     return found[0]
+
+
+def file_of(mutation: Mutation) -> str:
+    """The file that the bug fits; mostly told from the names of its functions, which is quick."""
+    found = list[str]()
+    for path in _files(mutation):
+        with suppress(AssertionError):
+            glance(mutation.edits, path)
+            found.append(path.stem)
+    return found[0] if len(found) == 1 else changed(mutation)[0]
+
+
+def _files(mutation: Mutation) -> list[Path]:
+    names = tuple(mutation.file.split("|"))
+    return [path for path in sorted(KERNELS.glob("*.py")) if path.stem.startswith(names)]
 
 
 @cache

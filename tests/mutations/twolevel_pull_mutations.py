@@ -13,7 +13,7 @@ PULLER = {
         "two_pull",
         rewrite("(room_ >= want_) & ready_", "room_ >= want_", "combine_turn"),
         part="pulls",
-        hint=1,
+        hint=6,
     ),
     "puller: no barrier behind its look": mutation(
         "barrier", "two_pull", drop_barrier("combine_turn"), part="pulls peers"

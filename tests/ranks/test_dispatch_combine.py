@@ -35,9 +35,9 @@ ENGINES = {
     "simulated": ("nvlink",),
 }[DEVICE]
 ALL = DEVICE != "cpu" or SOAK > 1
-OTHER_SIZES = (1, 2, 4, 8) if SOAK == 1 else (1, 2, 4, 5, 8)
-"""To start five more processes takes as long as fifty tests on them: for ``make soak``, beside
-other odd and larger numbers.
+OTHER_SIZES = (1, 2, 4, *([8] if ALL else []), *([5] if SOAK > 1 else []))
+"""To start five processes more, or eight, takes as long as fifty tests on them: ``make soak`` has
+those too; see ``test_eight_ranks``.
 """
 EXPERT_LAYOUTS = (ty.Layout.EXPERT_MAJOR, ty.Layout.EXPERT_PADDED)
 
@@ -131,6 +131,13 @@ def test_matches_the_oracle(ranks: Ranks, layout: ty.Layout, exact: bool, routin
 def test_any_number_of_ranks(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
     few = 2 if ranks.world_size < 4 else 1
     check_all_ways(ranks, layout, exact, routing, None if ALL else few)
+
+
+@some_kinds(0, ROUTINGS[::2])
+@distributed_test(world_size=8, engine=ENGINES)
+def test_eight_ranks(ranks: Ranks, layout: ty.Layout, exact: bool, routing: str) -> None:
+    """``make soak`` has all routings, above."""
+    check_all_ways(ranks, layout, exact, routing, 1)
 
 
 @pytest.mark.parametrize("mode", list(ty.Quantize), ids=lambda mode: mode.name.lower())

@@ -4,7 +4,7 @@ inside. Needs Linux and root (or user namespaces), ``ip``, ``unshare`` and ``nse
 
     python two_hosts.py FOLDER            make the hosts and run the ranks
         (exit code 77 and a reason if hosts cannot be made)
-    python two_hosts.py FOLDER RANK       be a rank
+    python two_hosts.py FOLDER HOST       be a host's ranks
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 NO_HOSTS = 77
@@ -84,18 +85,17 @@ def hosts() -> Iterator[list[subprocess.Popen[str]]]:
 def run_ranks(holders: list[subprocess.Popen[str]], folder: str) -> int:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
     environment.pop("TOKENYARD_HOST", None)
-    ranks = [
+    all_ranks = [
         subprocess.Popen(
-            [*inside(holders[rank // RANKS_EACH]), sys.executable, __file__, folder, str(rank)],
-            env=environment,
+            [*inside(holder), sys.executable, __file__, folder, str(host)], env=environment
         )
-        for rank in range(WORLD_SIZE)
+        for host, holder in enumerate(holders)
     ]
     try:
-        return int(any(rank.wait(7 * TIMEOUT) for rank in ranks))
+        return int(any(ranks.wait(7 * TIMEOUT) for ranks in all_ranks))
     finally:
-        for rank in ranks:
-            rank.kill()
+        for ranks in all_ranks:
+            ranks.kill()
 
 
 def main(folder: str) -> int:
@@ -127,13 +127,29 @@ def cable_bytes() -> tuple[int, int]:
     return int(numbers[0]), int(numbers[8])
 
 
+def be_host(host: int, folder: str) -> int:
+    """Its ranks are forks, and need not import torch again."""
+    import torch
+
+    import tokenyard  # noqa: F401
+
+    torch.set_num_threads(1)
+    numbers = range(host * RANKS_EACH, (host + 1) * RANKS_EACH)
+    context = get_context("fork")
+    ranks = [context.Process(target=be_rank, args=(rank, folder), daemon=True) for rank in numbers]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return int(any(rank.exitcode for rank in ranks))
+
+
 def be_rank(rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     import tokenyard as ty
 
-    torch.set_num_threads(1)
     store = dist.TCPStore(address(0), PORT, WORLD_SIZE, rank == 0, timedelta(seconds=TIMEOUT))
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=TIMEOUT)
@@ -180,6 +196,6 @@ def be_rank(rank: int, folder: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        be_rank(int(sys.argv[2]), sys.argv[1])
+        sys.exit(be_host(int(sys.argv[2]), sys.argv[1]))
     else:
         sys.exit(main(sys.argv[1]))

@@ -151,7 +151,8 @@ def told(ep: ty.ExpertParallel, before: dict[str, list[float]]) -> dict[str, lis
 
 def late(engine: str, seed: int) -> None:
     """Rank 1 is late for four calls: it shows under its name, others do not, nor does it in
-    another object."""
+    another object. Whether a rank ever waits for rows, or for itself, is up to the schedule."""
+    for_rows = list[float]()
 
     def body(here: SimulatedRank) -> None:
         ep, other = of_engine(here, engine), of_engine(here, engine)
@@ -159,7 +160,7 @@ def late(engine: str, seed: int) -> None:
             call(ep, number)
         call(other, 0)
         before, beside = ep.stats().waits, other.stats().waits
-        assert engine == "low_latency" or max(before["rows"]) > 0, before
+        for_rows.extend(before.get("rows", []))
         for number in range(2):
             call(ep, number, lambda: be_late(here) if here.rank == 1 else None)
         waits = told(ep, before)
@@ -175,7 +176,8 @@ def late(engine: str, seed: int) -> None:
             assert all(s < LATE / 2 for rank, s in enumerate(came) if rank != 1), waits
         assert told(other, beside) == {what: [0.0] * ep.world_size for what in beside}
         text = ep.stats().prometheus()
-        assert f'seconds_total{{rank="{here.rank}",for="counts",source="1"}}' in text
+        named = f'seconds_total{{rank="{here.rank}",for="counts",source="1"}}' in text
+        assert named or here.rank == 1, text
         ep.close()
         assert told(ep, before) == waits  # it is closed, and says the same
         other.close()
@@ -184,6 +186,7 @@ def late(engine: str, seed: int) -> None:
         simulate(
             4 if engine == "twolevel" else 3, body, seed=seed, timeouts=True, max_steps=3_000_000
         )
+    assert engine == "low_latency" or max(for_rows) > 0, for_rows
 
 
 def recovered(seed: int) -> None:

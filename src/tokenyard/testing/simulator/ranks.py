@@ -223,9 +223,11 @@ class SimulatedGroup:
 
     def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SimulatedMemory:
         """Memory for one more object, or for the ``members`` of one that recovers. Its kernels have
-        few programs, which wait for each other as many do.
+        few programs, which wait for each other as many do: two, or one for every two ranks, which
+        engine low_latency needs.
         """
-        return SimulatedMemory(self._here, timeout, num_sms=3, members=members)
+        num_sms = max(2, -(-self.size() // 2))
+        return SimulatedMemory(self._here, timeout, num_sms=num_sms, members=members)
 
 
 def current_host(sim: Simulator) -> Host:
