@@ -1,8 +1,8 @@
 """Start ranks: local processes around a store that the parent holds, or those of ``torchrun``.
 
-Local processes are forks of a process that has torch and this package imported (multiprocessing's
-fork server; before Python 3.13.1 it does not import the main program, as each rank does then): some
-ten milliseconds each, where a new interpreter takes seconds.
+Local processes are forks of a process that has torch, this package and the main program imported
+(multiprocessing's fork server): some ten milliseconds each, where a new interpreter takes seconds.
+Before Python 3.13.1 each rank imports the main program anew.
 """
 
 from __future__ import annotations
