@@ -195,3 +195,22 @@ def test_counters_of_a_combine_are_those_of_its_dispatch_turned_round(ranks: Ran
         (after > before) == (rows > 0 and peer != ranks.rank)
         for before, after, rows, peer in crossed
     )
+
+
+@distributed_test(world_size=3)
+def test_a_rank_without_experts(ranks: Ranks) -> None:
+    """Nothing comes to the last of three ranks, which sends, and gets its sums, like the others."""
+    with make(ranks, num_experts=2, num_topk=2) as ep:
+        assert ep.config.num_local_experts == (1, 1, 0)[ranks.rank]
+        for layout in Layout:
+            for exact in (True, False):
+                case = Case(3, num_experts=2, num_topk=2, layout=layout, exact=exact)
+                recv = dispatch(ranks, ep, case)
+                check_received(recv, case, ranks.rank)
+                rows = rows_to_combine(recv, case, ranks.rank)
+                want = case.combined(ranks.rank).x
+                check_combined(ep.combine(rows, recv.handle), case, ranks.rank, want)
+                x = case.x[ranks.rank]
+                assert isinstance(x, torch.Tensor)
+                again = ep.dispatch(x.to(ranks.device), handle=recv.handle)
+                assert again.x.shape == recv.x.shape

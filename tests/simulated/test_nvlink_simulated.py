@@ -119,3 +119,9 @@ def test_bodies_that_gpus_run_too() -> None:
             for seed in range(SOAK)
         ],
     )
+
+
+def test_a_rank_without_experts() -> None:
+    """The whole object: kernels by expert have nothing to do there, and run all the same."""
+    calls = [("test_uneven", "test_a_rank_without_experts", {}, 3, seed) for seed in range(SOAK)]
+    run_all("nvlink_ranks.shared_body", calls)

@@ -101,8 +101,8 @@ class ReceiveBuffer:
             self._growing.room(self._rows_at + -(-most // 256) * 256, tag)
         weights_at = self._rows_at + self._most_rows(row_layout, picks) * row_layout.payload_bytes
         launch = signature.bound((how, picks and weights_at), lambda: bind_push(
-            workspace, row_layout, signature.dtype, signature.width if how.placed else 1, picks,
-            how.dtypes, by_expert=how.placed, weighted=how.weighted, weights_at=weights_at,
+            workspace, row_layout, signature.dtype, signature.slots_per_row if how.placed else 1,
+            picks, how.dtypes, by_expert=how.placed, weighted=how.weighted, weights_at=weights_at,
         ))  # fmt: skip
         workspace.memory.gate()
         push_rows(

@@ -102,7 +102,7 @@ class RingEngine(PeerEngine):
                 out = self._result(payload, signature, num_rows, block, zeros=zeros)
                 launch = signature.bound(("rings", in_heap), lambda: bind_two_dispatch(
                     self._workspace, self.config.num_topk, signature.row_layout, mode,
-                    signature.dtype, signature.width if placed else 1, by_expert=placed,
+                    signature.dtype, signature.slots_per_row if placed else 1, by_expert=placed,
                     padding=placed and signature.padding and not zeros, behind_heaps=in_heap,
                 ))  # fmt: skip
                 if in_heap:  # behind all that may fail on this rank alone
@@ -169,8 +169,9 @@ class RingEngine(PeerEngine):
         if how.picks:
             row_layout = replace(row_layout, meta_words=-(-how.picks // 4) * 4)
         launch = signature.bound(how, lambda: bind_two_combine(
-            self._workspace, row_layout, signature.dtype, signature.width if how.placed else 1,
-            how.picks, how.dtypes, by_expert=how.placed, weighted=how.weighted,
+            self._workspace, row_layout, signature.dtype,
+            signature.slots_per_row if how.placed else 1, how.picks, how.dtypes,
+            by_expert=how.placed, weighted=how.weighted,
         ))  # fmt: skip
         self._memory.gate()
         combine_rows(
@@ -276,8 +277,8 @@ class RingEngine(PeerEngine):
         out = self._result(payload, signature, num_rows, block, zeros=False)
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
-            signature.width, by_expert=signature.experts, padding=signature.padding, fresh=True,
-            weighted=signature.weighted, static=not spec.exact,
+            signature.slots_per_row, by_expert=signature.experts, padding=signature.padding,
+            fresh=True, weighted=signature.weighted, static=not spec.exact,
         ))  # fmt: skip
         self._memory.gate()
         dispatch_rows(

@@ -56,6 +56,11 @@ class Signature:
     rows: Any = 0
     told: tuple[int, Any] = (0, 0)  # of these two, what statistics have
 
+    @property
+    def slots_per_row(self) -> int:
+        """``width`` as kernels take it. A rank without experts has none; no row comes there."""
+        return max(1, self.width)
+
     def bound(self, key: Any, bind: Callable[[], Launch]) -> Launch:
         """The launch ``key`` of such calls. ``bind`` makes it once, and may wait for the device."""
         launch = self.launches.get(key)
