@@ -66,6 +66,13 @@ def test_rows_in_place_have_the_bits_of_the_oracle(nodes: int, per_node: int) ->
     run_all("twolevel_ranks.check_in_place", [(nodes, per_node, seed) for seed in seeds])
 
 
+def test_calls_in_place_end_by_one_count() -> None:
+    """A dispatch in place and a combine that pulls count each other's programs: with different
+    numbers of them one waited for ever, or ended before rows had come.
+    """
+    run_all("twolevel_ranks.check_in_place", [(1, 3, seed) for seed in (2020, 2075)])
+
+
 def test_slots_of_whole_lines() -> None:
     """The rows of all others are too short for them."""
     reaches = REACHES if SOAK > 1 else REACHES[1:2]

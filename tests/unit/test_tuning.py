@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.engines.tuning import peer_tuning
+from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.kernels.two_scheduler import dealt, tasks_of_worker
 from tokenyard.testing import interpreter
 from tokenyard.topology import Topology, num_tasks
@@ -60,3 +61,16 @@ def test_workers_of_a_channel_have_each_task_once(ranks: int) -> None:
             assert sorted(chain(*dealt_to)) == list(range(tasks))
             if senders:
                 assert {*chain(*dealt_to[:senders])} == sends
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_calls_in_place_have_as_many_programs(nodes: int, ranks: int) -> None:
+    """Those of engine ``twolevel``, whatever it may use: they end by one count of programs."""
+    grid = Topology(nodes, ranks)
+    for num_sms in (1, 8, 24, 32, 64, 132):
+        for channels in (1, 8, 64):
+            tuning = peer_tuning(num_sms, grid, all_sms=num_sms == 132, channels=channels)
+            workspace: Any = SimpleNamespace(pulls=True, grid=grid, tuning=tuning)
+            writers = cast("Any", PeerWorkspace.direct_workers).fget(workspace)
+            assert writers == tuning.workers(tuning.pull, nodes + 1)

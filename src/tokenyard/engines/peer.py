@@ -52,6 +52,8 @@ class PeerEngine(Engine):
     in_place = True
     hop_counts = 2  # ``ReceiveBuffer.needed``, ``ResultHeap.note``
     _monitor_type = StatusMonitor
+    _pulls = False
+    """Whether a combine in place reads peers' rows where they are; else they are pushed."""
     _table_rows = 0
     """Rows of each node's part of the forwarders' table in the plan that is launched next."""
     _most_tokens = 0
@@ -69,7 +71,7 @@ class PeerEngine(Engine):
         heap_bytes: int = 0,
     ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
-        self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes)
+        self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes, pulls=self._pulls)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
         self._monitor = self._monitor_type(config, self._workspace, failures)
         self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)

@@ -45,9 +45,6 @@ from tokenyard.types import Layout, Quantize
 class RingEngine(PeerEngine):
     """Dispatch and combine by peer stores."""
 
-    _pulls = False
-    """Whether a combine in place reads peers' rows where they are; else they are pushed."""
-
     # Three collective calls
 
     def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:

@@ -51,12 +51,19 @@ class PeerWorkspace:
     signals. Making one is collective. ``buffer_bytes`` is what all rings together were given,
     ``num_bytes`` the whole region. ``stand_ins``: launches that play ranks that are gone,
     ``absent``: which (``kernels/stand_in.py``). ``waited``: what this rank has waited for
-    (``kernels/sync.py``, ``note_wait``)."""
+    (``kernels/sync.py``, ``note_wait``). ``pulls``: whether a combine in place reads peers' rows.
+    """
 
     stand_ins: tuple[Callable[..., None], ...] = ()
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, tuning: Tuning, buffer_bytes: int
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        tuning: Tuning,
+        buffer_bytes: int,
+        *,
+        pulls: bool = False,
     ) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
@@ -67,7 +74,7 @@ class PeerWorkspace:
         self.grid = config.topology
         # whether node headers and announcements go to other nodes by NVSHMEM
         self.net = memory.ranks_per_node > 0
-        self.config, self.memory, self.tuning = config, memory, tuning
+        self.config, self.memory, self.tuning, self.pulls = config, memory, tuning, pulls
         self.shared_bytes = shared_bytes(memory.device)
         self.header_words, self.buffer_bytes = head.COUNTS + config.most_local_experts, buffer_bytes
         self._lay_out(ranks, channels, buffer_bytes)
@@ -128,10 +135,10 @@ class PeerWorkspace:
 
     @property
     def direct_workers(self) -> int:
-        """Programs of each channel of a dispatch in place: of one node as many as there are words
-        for tasks, besides the announcement; else it has two tasks per node."""
-        nodes = self.grid.num_nodes
-        most = num_tasks(self.config.world_size, 1) - 1 if nodes == 1 else 2 * nodes
+        """Programs of each channel of a dispatch in place. Where combine in place pulls, as many as
+        that has, as both end by one count of programs (``kernels/two_in_place.py``); else as many
+        as there are words for tasks, besides the announcement."""
+        most = self.grid.num_nodes + 1 if self.pulls else num_tasks(self.config.world_size, 1) - 1
         return self.tuning.workers(self.tuning.direct, most)
 
     def shared_for(self, config: KernelConfig) -> int:
