@@ -58,6 +58,7 @@ VERBS = (
     "flush_signals",
     "_flush_signals",
     "announce_call_to_all",
+    "_announce",
     "begin_tasks",
     "_turn",
     "far_turn",

@@ -204,10 +204,12 @@ for range(R)
 """,  # model_rings.call_barrier
     ("two_dispatch", "_turn"): """
 if task < NODES - 1
-  far_turn(peers)
+  if FAR
+    far_turn(peers)
 else
   if task < FAR
-    forward_turn(peers)
+    if FAR
+      forward_turn(peers)
   else
     if task < FAR + 1
       _own_turn(peers)
@@ -241,7 +243,8 @@ if task < 1
     reduce(peers)
 else
   if task < G
-    _combine_turn(peers)
+    if G > 1
+      _combine_turn(peers)
   else
     if task < k.ranks
       _send_turn(peers)
@@ -283,25 +286,26 @@ if left > 0
 """,  # model_twolevel.forward, without inner rings
     ("two_direct", "_turn"): """
 if task < NODES - 1
-  far_turn(peers)
+  if FAR
+    far_turn(peers)
 else
   if task < FAR
-    _place_turn(peers)
+    if FAR
+      _place_turn(peers)
   else
-    if task < BEFORE_LAST
+    if task < FAR + near_tasks(NODES, grid.workers)
       _near_turn(peers)
-    else
-      if (task < BEFORE_LAST + 1) & (turn.channel == 0)
-        if tl.load(turn.done) == 0
-          announce_call_to_all(peers.regions)
-          tl.store(turn.done)
 """,  # model_turns.Workers
-    ("two_direct", "_tell_block"): """
-tl.store(told)
-""",  # no model: before the announcement, as its tag
+    ("two_direct", "_announce"): """
+if k.told
+  tl.store(told)
+announce_call_to_all(peers.regions)
+""",  # no model: the block's place before the announcement, as its tag
     ("two_direct", "two_direct_kernel"): """
 if pid >= 0
   begin_tasks(state)
+  if pid == 0
+    _announce(peers)
   while (left > 0) & (step < OVER)
     if not ready
       if before > 0
@@ -363,7 +367,8 @@ if task < 1
     _reduce(peers)
 else
   if task < G
-    _combine_turn(peers)
+    if G > 1
+      _combine_turn(peers)
   else
     if (task < G + 1) & (turn.channel == 0)
       if tl.load(turn.done) == 0

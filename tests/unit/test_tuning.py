@@ -66,11 +66,18 @@ def test_workers_of_a_channel_have_each_task_once(ranks: int) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_calls_in_place_have_as_many_programs(nodes: int, ranks: int) -> None:
-    """Those of engine ``twolevel``, whatever it may use: they end by one count of programs."""
+    """Those of engine ``twolevel``, whatever it may use: they end by one count of programs. Engine
+    ``nvlink`` pushes in combine, so a dispatch there has all that may run, whatever the channels.
+    """
     grid = Topology(nodes, ranks)
     for num_sms in (1, 8, 24, 32, 64, 132):
         for channels in (1, 8, 64):
             tuning = peer_tuning(num_sms, grid, all_sms=num_sms == 132, channels=channels)
-            workspace: Any = SimpleNamespace(pulls=True, grid=grid, tuning=tuning)
-            writers = cast("Any", PeerWorkspace.direct_workers).fget(workspace)
-            assert writers == tuning.workers(tuning.pull, nodes + 1)
+            config = SimpleNamespace(world_size=grid.world_size)
+            workspace: Any = SimpleNamespace(pulls=True, grid=grid, tuning=tuning, config=config)
+            programs = cast("Any", PeerWorkspace.direct_programs).fget
+            assert programs(workspace) == tuning.channels * tuning.workers(tuning.pull, nodes + 1)
+            workspace.pulls = False
+            if nodes == 1 and ranks > 1 and channels == 64:
+                assert programs(workspace) == num_sms
+            assert programs(workspace) <= num_tasks(grid.world_size, 1) * tuning.channels

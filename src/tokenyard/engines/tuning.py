@@ -12,6 +12,8 @@ MANY_REGISTERS = 128
 """Of a thread, where a program may have as many as the compiler likes."""
 NET_SHARE = 0.5
 MOST_CHANNELS = 64
+LONG_TURN = 256
+"""Tokens of a turn where nobody waits for its rows."""
 LEAST_SLOTS = 8
 """Rows in a ring below which fewer channels, with more workers each, are better."""
 
@@ -104,7 +106,8 @@ class Tuning:
     # of forwarders, without ``chunk``: rings inside have one (``dispatch.chunk``)
     forward: KernelConfig
     num_sms: int  # multiprocessors that calls may use
-    net_chunk: int = 16  # rows per put and per network credit, at most
+    # rows per put and per network credit, at most; in place on one node, tokens of a turn
+    net_chunk: int = 16
     turn: int = 16  # tokens that a reducer sums in one turn
     net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
     # rows that a dispatch through rings casts are cast before, once, not for each destination
@@ -187,6 +190,7 @@ def peer_tuning(
         reduce=reduce if all_sms else FEW_PULLS,
         forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
         gatherers=max(1, num_sms - pushers), cast_ahead=one_node,
+        net_chunk=LONG_TURN if one_node else 16,
     )  # fmt: skip
 
 
@@ -221,4 +225,5 @@ def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
         num_sms=num_sms,
         pushers=pushers,
         gatherers=programs - pushers,
+        net_chunk=LONG_TURN,
     )

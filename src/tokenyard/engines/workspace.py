@@ -134,12 +134,15 @@ class PeerWorkspace:
         return self.memory.bind(kernel, programs, num_warps=warps, max_registers=most, k=k)
 
     @property
-    def direct_workers(self) -> int:
-        """Programs of each channel of a dispatch in place. Where combine in place pulls, as many as
-        that has, as both end by one count of programs (``kernels/two_in_place.py``); else as many
-        as there are words for tasks, besides the announcement."""
-        most = self.grid.num_nodes + 1 if self.pulls else num_tasks(self.config.world_size, 1) - 1
-        return self.tuning.workers(self.tuning.direct, most)
+    def direct_programs(self) -> int:
+        """Programs of a dispatch in place. Where combine in place pulls, as many as that has, as
+        both end by one count of programs (``kernels/two_in_place.py``); else as many as may run,
+        and find a word to note their progress."""
+        tuning, channels = self.tuning, self.tuning.channels
+        if self.pulls:
+            return channels * tuning.workers(tuning.direct, self.grid.num_nodes + 1)
+        words = num_tasks(self.config.world_size, 1) * channels
+        return min(tuning.direct.per_sm * tuning.num_sms, words)
 
     def shared_for(self, config: KernelConfig) -> int:
         """Shared memory of a program of ``config``."""

@@ -120,7 +120,7 @@ def bind_stand_ins(workspace: Any) -> tuple[Callable[..., None], ...]:
     k = StandInConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         channels=workspace.tuning.channels, header_words=workspace.header_words,
-        writers=workspace.direct_workers * workspace.tuning.channels,
+        writers=workspace.direct_programs,
     )  # fmt: skip
     both = join_call_kernel, join_plan_kernel
     return tuple(workspace.memory.bind(each, 1, num_warps=4, k=k) for each in both)

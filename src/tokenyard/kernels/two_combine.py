@@ -256,7 +256,8 @@ def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
         if rows > 0:
             rows = reduce(peers, routing, parts, sums, share, turn, k)
     elif task < G:
-        rows = _combine_turn(peers, routing, parts, (home + task) % G, turn, k)
+        if G > 1:
+            rows = _combine_turn(peers, routing, parts, (home + task) % G, turn, k)
     elif task < k.ranks:
         node, beside = (home + (task - G) // BESIDE) % G, (local + 1 + (task - G) % BESIDE) % P
         rows = _send_turn(peers, routing, parts, node * P + beside, turn, k)

@@ -3,10 +3,12 @@
 written once, where it stays.
 
 G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
-channel: a network sender and a forwarder per other node, the rows for ranks of this node (of one
-node a part of them for each worker), the announcement (of channel 0). Example: 2 nodes of 2 ranks,
-token 5 of rank 0 goes to all ranks: rank 0 writes it to its own buffer and to rank 1's, and sends
-it once to rank 2, which writes it to its own buffer and to rank 3's.
+channel: a network sender and a forwarder per other node, the rows for ranks of this node. Of one
+node there are no others, and each program has an equal part of the tokens; the last worker of some
+channels may be missing then, as any number of programs will do. Program 0 announces the call before
+its tasks. Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to all ranks: rank 0 writes it to its
+own buffer and to rank 1's, and sends it once to rank 2, which writes it to its own buffer and to
+rank 3's.
 
 An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is read by
 ``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan
@@ -91,12 +93,12 @@ def near_tasks(nodes, workers):
 
 @triton.jit
 def _near_turn(peers, routing, payload, buffers, part, turn, ready, k: tl.constexpr):
-    """A chunk of this channel's tokens, of one ``part`` of them, to those ranks of this node that
-    need them. Returns the tokens that are left."""
+    """A chunk of this channel's tokens, of one node of its worker ``part``, to those ranks of this
+    node that need them. Returns the tokens that are left."""
     P: tl.constexpr = k.grid.ranks_per_node
-    PARTS: tl.constexpr = near_tasks(k.grid.nodes, k.grid.workers)
-    c, me = turn.channel * PARTS + part, peers.rank
-    share = (routing.num_tokens + k.channels * PARTS - 1) // (k.channels * PARTS)
+    c, me = part * k.channels + turn.channel, peers.rank
+    parts = tl.num_programs(0) if k.grid.nodes == 1 else k.channels
+    share = (routing.num_tokens + parts - 1) // parts
     t1 = tl.minimum(c * share + share, routing.num_tokens)
     i0 = tl.load(turn.done).to(tl.int32)
     left = tl.maximum(t1 - c * share, 0) - i0
@@ -179,37 +181,35 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
 
 
 @triton.jit
-def _turn(peers, home, routing, payload, buffers, tag, awaited, turn, ready, k: tl.constexpr):
+def _turn(peers, home, routing, payload, buffers, turn, ready, k: tl.constexpr):
     """A turn of any task: rows (tokens) left to do. ``home``: this rank's node."""
     grid: tl.constexpr = k.grid
     NODES: tl.constexpr = grid.nodes
     FAR: tl.constexpr = 2 * (NODES - 1)  # tasks between nodes: the first ones
-    BEFORE_LAST: tl.constexpr = FAR + near_tasks(NODES, grid.workers)
     task = turn.task
     rows = task * 0
     if task < NODES - 1:
-        rows = far_turn(peers, routing, payload, (home + 1 + task) % NODES, turn, k)
+        if FAR:
+            rows = far_turn(peers, routing, payload, (home + 1 + task) % NODES, turn, k)
     elif task < FAR:
-        node = (home + FAR - task) % NODES
-        rows = _place_turn(peers, routing, buffers, node, turn, ready, k)
-    elif task < BEFORE_LAST:
+        if FAR:
+            node = (home + FAR - task) % NODES
+            rows = _place_turn(peers, routing, buffers, node, turn, ready, k)
+    elif task < FAR + near_tasks(NODES, grid.workers):
         rows = _near_turn(peers, routing, payload, buffers, task - FAR, turn, ready, k)
-    elif (task < BEFORE_LAST + 1) & (turn.channel == 0):
-        if tl.load(turn.done) == 0:
-            if k.told:
-                _tell_block(peers, awaited, k)
-            announce_call_to_all(peers.regions, peers.state, tag, k)
-            tl.store(turn.done, tl.full((), 1, tl.int64))
     return rows
 
 
 @triton.jit
-def _tell_block(peers, awaited, k: tl.constexpr):
-    """Tell all ranks where this one's block is. Before it announces the call."""
-    r, call = tl.arange(0, k.rank_bins), tl.load(words(peers.state) + EPOCH)
-    bases = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
-    told = block_told(bases, (call % 2).to(tl.int32), peers.rank, k)
-    tl.store(told, awaited + (r * 0), mask=r < k.ranks)
+def _announce(peers, call, awaited, tag, k: tl.constexpr):
+    """Announce the call to all ranks; before, tell them where this one's block is, if they have to
+    know."""
+    if k.told:
+        r = tl.arange(0, k.rank_bins)
+        bases = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
+        told = block_told(bases, (call % 2).to(tl.int32), peers.rank, k)
+        tl.store(told, awaited + (r * 0), mask=r < k.ranks)
+    announce_call_to_all(peers.regions, peers.state, tag, k)
 
 
 @triton.jit
@@ -279,9 +279,11 @@ def two_direct_kernel(
     home = me // grid.ranks_per_node
     peers = Peers(regions=regions, state=state, rank=me)
     c, worker = pid % k.channels, pid // k.channels
-    TASKS: tl.constexpr = 2 * grid.nodes - 1 + near_tasks(grid.nodes, grid.workers)
+    TASKS: tl.constexpr = 2 * grid.nodes - 2 + near_tasks(grid.nodes, grid.workers)
     if pid >= 0:
         begin_tasks(state, worker, c, TASKS, k)
+        if pid == 0:
+            _announce(peers, call, awaited, tag, k)
         rows, ok = _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k)
         step, idle, since, ready = worker * 0, worker * 0, now_ns(), worker < 0
         moves = worker >= 0
@@ -308,7 +310,7 @@ def two_direct_kernel(
             for i in range((TASKS + grid.workers - 1) // grid.workers):
                 task = dealt(worker, place_in_round(i, c, TASKS, k), k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
-                todo = _turn(peers, home, routing, payload, targets, tag, awaited, turn, ready, k)
+                todo = _turn(peers, home, routing, payload, targets, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += todo
             flush_signals(state, worker, c, TASKS, k)
@@ -329,8 +331,8 @@ def bind_two_direct(
 ) -> Callable[..., None]:
     """Compile and load the kernel of a dispatch in place for one call signature: see
     ``bind_two_dispatch``. ``heap``: to blocks of heaps."""
-    config, workers = workspace.tuning.direct, workspace.direct_workers
-    grid = grid_of(workspace, workers)
+    config, programs = workspace.tuning.direct, workspace.direct_programs
+    grid = grid_of(workspace, -(-programs // workspace.tuning.channels))
     network = network_ring_of(workspace, row_layout)
     row = row_constants(row_layout)
     block = min(power_of_two_at_least(row_layout.words), config.block)
@@ -345,5 +347,5 @@ def bind_two_direct(
         rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
         heap=heap and fresh, told=heap and not fresh,
     )  # fmt: skip
-    launch = workspace.bind(two_direct_kernel, workers * k.channels, config, k)
+    launch = workspace.bind(two_direct_kernel, programs, config, k)
     return lambda *args: launch(*args, workspace.config.num_experts)

@@ -192,9 +192,11 @@ def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constex
     task = turn.task
     rows, relayed = task * 0, task * 0
     if task < NODES - 1:
-        rows = far_turn(peers, routing, payload, (home + 1 + task) % NODES, turn, k)
+        if FAR:  # as in all kernels: what one node does not need is not compiled
+            rows = far_turn(peers, routing, payload, (home + 1 + task) % NODES, turn, k)
     elif task < FAR:
-        rows = forward_turn(peers, routing, result, (home + FAR - task) % NODES, turn, k)
+        if FAR:
+            rows = forward_turn(peers, routing, result, (home + FAR - task) % NODES, turn, k)
     elif task < FAR + 1:
         rows = _own_turn(peers, routing, payload, result, turn, k)
     elif task < FAR + NEAR:

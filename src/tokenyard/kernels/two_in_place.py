@@ -34,7 +34,6 @@ from tokenyard.kernels.sync import ON_END, RANK, add_release, wait_beside, wait_
 def end_in_place(regions, state, k: tl.constexpr):
     """A worker's end."""
     P: tl.constexpr = k.grid.ranks_per_node
-    programs: tl.constexpr = k.channels * k.grid.workers
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     near = (r < k.ranks) & (r // P == me // P)
     calls = tl.load(words(state) + DIRECT_CALLS)
@@ -43,7 +42,7 @@ def end_in_place(regions, state, k: tl.constexpr):
     add_release(dones, tl.full((k.rank_bins,), 1, tl.int64), near)
     if tl.program_id(0) == 0:
         dones = done_of(peer_base(regions, me), r, k)
-        want = (calls + 1) * programs + (r * 0)
+        want = (calls + 1) * tl.num_programs(0) + (r * 0)
         # this rank's workers have deadlines of their own, and know better whom they lack
         if wait_beside(dones, want, r == me, state):
             wait_for_all(dones, want, near, state, ON_END, r, MORE=False)

@@ -242,7 +242,8 @@ def _turn(peers, home, routing, starts, sums, tag, turn, ready, k: tl.constexpr)
         if (rows > 0) & ready:
             rows = _reduce(peers, routing, starts, sums, share, turn, k)
     elif task < G:
-        rows = _combine_turn(peers, routing, starts, (home + task) % G, turn, ready, k)
+        if G > 1:
+            rows = _combine_turn(peers, routing, starts, (home + task) % G, turn, ready, k)
     elif (task < G + 1) & (turn.channel == 0):
         if tl.load(turn.done) == 0:
             announce_call_to_all(peers.regions, peers.state, tag, k)
