@@ -97,7 +97,8 @@ class Scenario:
             gather=replace(part, stages=self.chunk, num_warps=1),
             pushers=self.channels,
             gatherers=2 - self.slots % 2,
-            num_sms=self.channels * self.workers,
+            # in place the last worker of some channels is missing, if there are several
+            num_sms=self.channels * self.workers + self.channels // 2,
             net_chunk=self.chunk + 1,
             turn=self.rows + 1,
             cast_ahead=self.slots % 2 == 1,
