@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenyard.engines.rings import least_ring
 from tokenyard.topology import Topology
@@ -180,12 +180,14 @@ def peer_tuning(
     if all_sms and grid.num_nodes == 1:
         return _all_of_one_node(num_sms, grid.world_size, channels)
     pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
+    # of few ranks more channels: a program has 64 KiB of rows in flight, a round, or it waits
+    gather = FEW_SUMS if grid.world_size > 2 else replace(FEW_SUMS, block=2 * FEW_SUMS.block)
     chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
     dispatch = KernelConfig(rows=4, block=4096, chunk=chunk, num_warps=16, max_registers=128)
     reduce = KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
     return Tuning(
         channels=min(channels, few_channels(num_sms, grid.world_size) if one_node else num_sms),
-        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=FEW_SUMS,
+        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=gather,
         send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
         reduce=reduce if all_sms else FEW_PULLS,
         forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
