@@ -104,8 +104,8 @@ def test_a_dispatch_by_hand() -> None:
     assert terms.us == pytest.approx(10 + math.sqrt(200) + 0.02)
     # In place: 100 writers write as many rows that stay, too, and the knee is sharper.
     in_place = nvlink_in_place(work, rows, sizes, ROUND)
-    assert in_place == Terms(nvlink=10.0, programs=10.0, latency=10.0, power=4)
-    assert in_place.us == pytest.approx(10 + (2 * 10**4) ** 0.25)
+    assert in_place == Terms(nvlink=10.0, programs=10.0, latency=10.0, power=6)
+    assert in_place.us == pytest.approx(10 + (2 * 10**6) ** (1 / 6))
 
 
 def test_a_combine_by_hand() -> None:

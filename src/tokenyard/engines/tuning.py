@@ -197,8 +197,9 @@ def peer_tuning(
 
 
 def few_channels(num_sms: int, ranks: int) -> int:
-    """Channels of one node of ``ranks`` where ``num_sms`` are few: each has a program that sends,
-    and one that takes rows to their places, or two among two ranks, where half of the rows stay.
+    """Channels of one node of ``ranks`` where ``num_sms`` are few: through rings each has a program
+    that sends, and one that takes rows to their places, or two among two ranks, where half of the
+    rows stay.
 
     >>> [few_channels(24, ranks) for ranks in (1, 2, 4, 8)]
     [24, 8, 12, 12]

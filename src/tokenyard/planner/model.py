@@ -2,7 +2,7 @@
 
 ``us = latency + sqrt(NVLink^2 + NIC^2 + programs^2) + fill``. The three limits hold at once, and
 one that is nearly reached slows the one that is: a maximum is too low near the knee. Calls of
-engine nvlink without rings have fourth powers in place of squares (``Terms.power``), which are
+engine nvlink without rings have sixth powers in place of squares (``Terms.power``), which are
 nearer to the measured curve over SMs of two GPUs.
 """
 
@@ -22,9 +22,9 @@ from tokenyard.planner.workload import Workload
 
 US = 1e3
 """Bytes per microsecond at 1 GB/s."""
-LAUNCH_US = 5.3
+LAUNCH_US = 5.9
 """A launch that finds nothing to do, behind a cached dispatch to heaps: the median of what those
-took longer than in place over SMs (docs/benchmarks/nvlink-2xh100-20261127.md)."""
+took longer than in place over SMs (docs/benchmarks/nvlink-2xh200-20261127.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         programs=busy,
         latency=rate.fixed_us,
         fill=left * row_bytes / (rates.copy_gbs * US),
-        power=2 if chunk else 4,
+        power=2 if chunk else 6,
     )
 
 

@@ -94,9 +94,9 @@ class Rates:
 
 
 HOPPER = Rates(
-    dispatch=CallRates(14.8, 360.0, 46.0),
-    in_place=CallRates(14.6, 355.0, 31.4),
-    combine=CallRates(16.5, 349.0, 58.2),
+    dispatch=CallRates(13.1, 360.0, 46.0),
+    in_place=CallRates(12.4, 361.0, 46.6),
+    combine=CallRates(15.4, 348.0, 65.9),
     collective=CallRates(269.0, 275.0),
     collective_back=CallRates(459.0, 115.0),
     low_dispatch=CallRates(8.0, 250.0),
@@ -108,12 +108,12 @@ HOPPER = Rates(
     nic_gbs=45.0,
     latency_us=5.0,
     put_us=0.1,
-    source="H100 and H200 over NV18: docs/benchmarks/nvlink-2xh100-20261127 and "
+    source="H100 and H200 over NV18: docs/benchmarks/nvlink-2xh200-20261127 and "
     "collective-4xh200-20261121",
 )
 """Of H100 and H200, whose calls with all multiprocessors take as long on NVLink 4. Fitted
 (``planner/record.py``; a test fits them again) to the records in ``source``: ``dispatch``,
-``in_place`` and ``combine`` to two H100, else H200.
+``in_place`` and ``combine`` to two H200.
 ``copy_gbs`` is half of what a local copy was seen to read and write, in no record. ``turns_*``:
 chosen to suit two figures each, 23 and 128 programs on two GPUs as two nodes, of shapes that
 changed since (docs/benchmarks/experiments-twolevel.md); four GPUs as 2x2 test them
