@@ -24,7 +24,7 @@ from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
 from tokenyard.kernels.low_latency_dispatch import bind_dispatch
-from tokenyard.kernels.low_latency_refuse import bind_refuse
+from tokenyard.kernels.low_latency_refuse import low_refuse_kernel  # pyright: ignore
 from tokenyard.rows import Payload, RowFormat
 from tokenyard.types import Layout, Quantize
 
@@ -96,7 +96,7 @@ class Signatures:
         self._splits: Any = np.full(2 * config.world_size + 1, -1)
         tokens = (3 if workspace.sizes.far else 2) * config.max_tokens_per_rank
         self.route_shape = tokens + config.padded_rows, config.num_topk
-        self.refuse = bind_refuse(workspace)
+        self.refuse = workspace.bind(low_refuse_kernel, workspace.sizes)
 
     def dispatch(
         self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool = False
