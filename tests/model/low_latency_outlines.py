@@ -56,10 +56,9 @@ if k.stages.send
     for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
       put_rows(tokens)
 if k.stages.receive
-  if sizes.per_node
-    if pid < P - 1
-      for range(pid, (R // sizes.per_node - 1) * M, P - 1)
-        hand_on(source_of(u // M, me, sizes))
+  if sizes.per_node and pid < P - 1
+    for range(pid, (R // sizes.per_node - 1) * M, P - 1)
+      hand_on(source_of(u // M, me, sizes))
   if pid == P - 1
     _lead(result)
   wait_ready(state)
@@ -72,10 +71,7 @@ if k.stages.receive
 if sizes.far
   if piece == 0
     tl.store(numbers_of(result.slots, t, sizes) + pick)
-if k.cast.mode
-  _store_part(values)
-else
-  _store_part(v)
+_store_part(v)
 tl.debug_barrier()
 tl.atomic_max(flags)
 if sizes.far
@@ -111,7 +107,7 @@ _make_table(result)
 """,  # Nodes._leads
     ("low_latency_dispatch", "_receive_slot"): """
 if tl.load(ints(state) + sizes.state.present + s) != 0
-  if rows
+  if sizes.far and takes_rows(s, call, sizes)
     wait_row(s)
   else
     wait_flag(flag)
@@ -130,9 +126,8 @@ if k.stages.send
   if k.weighted == 2
     for range(pid, num_tokens, P)
       _send_weights(sent)
-    if sizes.far
-      if pid >= P - R
-        put_weights(sent)
+    if sizes.far and pid >= P - R
+      put_weights(sent)
   for range(pid, R * M, P)
     if sizes.per_node
       _send_in_node(sent)
@@ -142,12 +137,11 @@ if k.stages.send
     for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
       put_sums(sent)
 if k.stages.receive
-  if sizes.per_node
-    if pid < P - 1
-      for range(pid, (R // sizes.per_node - 1) * M, P - 1)
-        sum_of_node(sent)
-      for range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1)
-        put_sums(sent)
+  if sizes.per_node and pid < P - 1
+    for range(pid, (R // sizes.per_node - 1) * M, P - 1)
+      sum_of_node(sent)
+    for range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1)
+      put_sums(sent)
   if pid == P - 1
     wait_for_ranks(tag)
   for range(pid, num_tokens * k.shares, P)
@@ -170,9 +164,8 @@ if ok
   sum_rows(sent)
   tl.debug_barrier()
   tl.atomic_max(flag)
-if sizes.far
-  if came
-    count_packed(call.state)
+if sizes.far and came
+  count_packed(call.state)
 """,  # model_rail._hand_back
     ("low_latency_combine", "_add_rows"): """
 wait_flags(flags)
@@ -243,9 +236,8 @@ tl.store(ints(slot + k.kept_at) + pick)
     ("low_latency_sums", "weigh"): """
 if k.weighted == 2
   if ok if NONE else ok & (tl.max(place) >= 0)
-    if sizes.far
-      if is_far(call.state, s, sizes)
-        wait_flag(arrival)
+    if sizes.far and is_far(call.state, s, sizes)
+      wait_flag(arrival)
     wait_weights(at)
 """,  # model_rail._weigh
 }

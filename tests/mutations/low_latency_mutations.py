@@ -44,7 +44,7 @@ PUBLISHED = {
     ),
     "dispatch: flag before the row": _mutation(
         "flag before data",
-        move(_FLAG, "store_part(_, 0, ...)", "send_piece", along=True),
+        move(_FLAG, "store_part(...)", "send_piece", along=True),
     ),
     "combine: no barrier before the flag": _mutation(
         "barrier", drop_barrier("send_sum", before=_SUM_FLAG)

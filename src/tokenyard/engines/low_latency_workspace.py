@@ -33,7 +33,6 @@ class LowLatencyTuning:
 
     programs: int  # of every launch, all resident together; at least one per rank
     num_warps: int = 8  # of each program
-    max_registers: int | None = 128  # per thread
     words: int = 4096  # 4-byte words of a row that a dispatch has in flight at once
     sent_channels: int = 8192  # in flight where a combine sums the rows of a token
     added_channels: int = 8192  # and where it adds the sums of ranks
@@ -199,8 +198,7 @@ class Workspace:
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
         programs, num_warps = self.tuning.programs, self.tuning.num_warps
-        most = self.tuning.max_registers
-        return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
+        return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=128, k=k)
 
     def slots_in(self, plan: Plan) -> int:
         """Address of the result rows of each slot: in ``route``, behind ids and weights."""

@@ -152,9 +152,8 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
         flag = flag_of(base, call.parity, call.rank, t, sizes)
         told = near if sizes.far else None
         tl.atomic_max(flag, 2 * call.number + 1, mask=told, sem="release", scope="sys")
-    if sizes.far:
-        if came:
-            count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)
+    if sizes.far and came:
+        count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)
 
 
 @triton.jit
@@ -239,9 +238,8 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         total = add_term(total, sent.bias1, k.bias1, at, w < H)
         sums = tl.multiple_of(result.sums.to(tl.pointer_type(k.dtype)), 16)
         tl.store(sums + at, total.to(k.dtype), mask=w < H)
-    if k.lost:
-        if share == 0:
-            tell_lost(sent, result.lost, got, t, num_tokens, call, k)
+    if k.lost and share == 0:
+        tell_lost(sent, result.lost, got, t, num_tokens, call, k)
 
 
 @triton.jit(repr=shown_as("low_latency::combine"))
@@ -270,9 +268,8 @@ def low_combine_kernel(
         if k.weighted == 2:
             for token in range(pid, num_tokens, P):
                 _send_weights(sent, token + 0, call, sizes)
-            if sizes.far:
-                if pid >= P - R:
-                    put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
+            if sizes.far and pid >= P - R:
+                put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
         for u in range(pid, R * M, P):
             if sizes.per_node:
                 _send_in_node(sent, (u // M + me) % R, u % M, call, k)
@@ -282,12 +279,11 @@ def low_combine_kernel(
             for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
                 put_sums(sent, (me + 1 + u) % R, u // R, call, k)
     if k.stages.receive:
-        if sizes.per_node:
-            if pid < P - 1:  # all but the leader, which waits for other ranks too
-                for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
-                    sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
-                for u in range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1):
-                    put_sums(sent, (me + 1 + u) % R, u // R, call, k)
+        if sizes.per_node and pid < P - 1:  # but for the leader, which waits for other ranks too
+            for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
+                sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
+            for u in range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1):
+                put_sums(sent, (me + 1 + u) % R, u // R, call, k)
         if pid == P - 1:
             wait_for_ranks(tag, result.waits, call, sizes)
         for u in range(pid, num_tokens * k.shares, P):

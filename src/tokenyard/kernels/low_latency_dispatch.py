@@ -274,12 +274,10 @@ def _receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
     if tl.load(ints(state) + sizes.state.present + s) != 0:
         want = 2 * call.number
         flag = flag_of(mine, call.parity, s, t, sizes)
-        through, rows = s, False
+        through = s
         if sizes.per_node:
             through = tl.where(is_handed_on(s, call, sizes), rail_of(s, me, sizes), s)
-        if sizes.far:
-            rows = takes_rows(s, call, sizes)
-        if rows:
+        if sizes.far and takes_rows(s, call, sizes):
             seen = wait_row(s, t, call, k.chunk_rows, sizes)
         else:
             seen = wait_flag(flag, want, through, call, k.pieces, sizes)
@@ -297,14 +295,13 @@ def _receive_slot(result, s, t, num_rows, call, k: tl.constexpr):
             place = pick * 0 - 1
         if seen == want + 1:
             slot, token = slot_of(mine, call.parity, s, t, sizes), t
-            if sizes.far:
-                if is_far(state, s, sizes):
-                    packed = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
-                    if sizes.per_node:
-                        packed = tl.where(takes_rows(s, call, sizes), packed, slot)
-                    slot = packed
-                    token_at = as_words(slot + k.row.metadata_at, 32) + 3 * sizes.topk
-                    token = tl.load(token_at, cache_modifier=".cg")
+            if sizes.far and is_far(state, s, sizes):
+                packed = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
+                if sizes.per_node:
+                    packed = tl.where(takes_rows(s, call, sizes), packed, slot)
+                slot = packed
+                token_at = as_words(slot + k.row.metadata_at, 32) + 3 * sizes.topk
+                token = tl.load(token_at, cache_modifier=".cg")
             place = _place_row(result, slot, s, token, num_rows, call, k)
     places = ints(result.slots) + (s * sizes.tokens + t).to(tl.int64) * sizes.topk
     tl.store(places + pick, place, mask=pick < sizes.topk)
@@ -336,10 +333,9 @@ def low_dispatch_kernel(
             for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
                 put_rows(tokens, num_tokens, (me + 1 + u) % R, u // R, call, k)
     if k.stages.receive:
-        if sizes.per_node:
-            if pid < P - 1:  # all but the leader, which waits for other ranks too
-                for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
-                    hand_on(source_of(u // M, me, sizes), u % M, call, k)
+        if sizes.per_node and pid < P - 1:  # but for the leader, which waits for other ranks too
+            for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
+                hand_on(source_of(u // M, me, sizes), u % M, call, k)
         if pid == P - 1:
             _lead(result, tag, num_rows, alignment, call, k)
         wait_ready(state, call.number)

@@ -40,9 +40,8 @@ def _tell_nothing(to, call, sizes: tl.constexpr):
         inside = j + i < M * sizes.topk
         none = _zero_weights(number, i)
         tl.atomic_xchg(to_weights, none, mask=inside, sem="relaxed", scope="sys")
-    if sizes.per_node:
-        if to != me:
-            tell_lost_rows(to, call, sizes)
+    if sizes.per_node and to != me:
+        tell_lost_rows(to, call, sizes)
 
 
 @triton.jit
@@ -69,10 +68,7 @@ def _put_nothing(to, call, sizes: tl.constexpr):
     there, rest = weight_of(mine, parity, me, 0, sizes), to * 0
     arrival = arrival_of(mine, parity, me, WEIGHTS, sizes)
     put_far(call, to, there, weights, rest + 8 * N, arrival, none, sizes)
-    rows = True
-    if sizes.per_node:
-        rows = takes_rows(to, call, sizes)
-    if rows:
+    if not sizes.per_node or takes_rows(to, call, sizes):
         arrival = arrival_of(mine, parity, me, ROWS, sizes)
         put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
         flag = flag_of(mine, parity, me, 0, sizes)
@@ -87,10 +83,7 @@ def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
     call = next_call(regions, state, active, None, timeout, k)
     to = (call.rank + k.programs - 1 - pid) % k.ranks
     if (pid >= k.programs - k.ranks) & is_active(active, to):
-        far = False
-        if k.far:
-            far = is_far(state, to, k)
-        if far:
+        if k.far and is_far(state, to, k):
             _put_nothing(to, call, k)
         else:
             _tell_nothing(to, call, k)

@@ -27,13 +27,12 @@ from tokenyard.kernels.sync import words
 
 
 @triton.jit
-def picks_at(topk_idx, wide: tl.constexpr):
-    """``topk_idx`` as a pointer: to int64 if ``wide``, else to int32."""
-    return topk_idx.to(tl.pointer_type(tl.int64 if wide else tl.int32))
+def _picks_at(tokens, k: tl.constexpr):
+    return tokens.picks.to(tl.pointer_type(tl.int64 if k.wide else tl.int32))
 
 
 @triton.jit
-def merged(ids, bins: tl.constexpr):
+def _merged(ids, bins: tl.constexpr):
     """Picks ``ids [bins]`` of a token with repeated ones as -1; and for each the pick that it was
     merged into."""
     k = tl.arange(0, bins)
@@ -57,28 +56,27 @@ def merged_weights(topk_weights, t, merged, first, sizes: tl.constexpr):
 
 
 @triton.jit
-def columns_of(topk_idx, start, end, block: tl.constexpr, topk: tl.constexpr, wide: tl.constexpr):
-    """Picks of the tokens from ``start`` on before ``end``: ``topk`` tensors ``[block]``. The loads
-    are under way; none is waited for."""
-    t = start + tl.arange(0, block)
-    row = picks_at(topk_idx, wide) + t.to(tl.int64) * topk
+def _columns_of(tokens, start, end, k: tl.constexpr):
+    """Picks of the tokens from ``start`` on before ``end``: ``topk`` tensors ``[k.counted]``. The
+    loads are under way; none is waited for."""
+    t = start + tl.arange(0, k.counted)
+    row = _picks_at(tokens, k) + t.to(tl.int64) * k.sizes.topk
     columns = ()
-    for j in tl.static_range(topk):
+    for j in tl.static_range(k.sizes.topk):
         column = tl.load(row + j, mask=t < end, other=-1)
         columns = columns + (column,)  # noqa: RUF005 (kernels cannot unpack)
     return columns
 
 
 @triton.jit
-def _tokens_with(
-    columns, wanted, me, block: tl.constexpr, BY_RANK: tl.constexpr, sizes: tl.constexpr
-):
+def _tokens_with(columns, wanted, me, BY_RANK: tl.constexpr, k: tl.constexpr):
     """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks to
-    which rows go: int32 ``[block, topk_bins]``.
+    which rows go: int32 ``[k.counted, topk_bins]``.
 
     Nothing is reduced: that would cost as much as many comparisons.
     """
-    same = tl.zeros((block, sizes.topk_bins), tl.int1)
+    sizes: tl.constexpr = k.sizes
+    same = tl.zeros((k.counted, sizes.topk_bins), tl.int1)
     for j in tl.static_range(sizes.topk):
         outside = (columns[j] < 0) | (columns[j] >= sizes.experts)
         theirs = tl.where(outside, -1, columns[j]).to(tl.int32)
@@ -89,16 +87,11 @@ def _tokens_with(
 
 
 @triton.jit
-def tokens_before(
-    topk_idx, columns, wanted, t, me, block: tl.constexpr, wide: tl.constexpr,
-    BY_RANK: tl.constexpr, sizes: tl.constexpr,
-):  # fmt: skip
-    """How many tokens of rank ``me`` before ``t`` picked each of ``wanted [topk_bins]``, experts or
-    (BY_RANK) ranks to which rows go. ``columns``: picks of the first ``block`` of them."""
-    before = _tokens_with(columns, wanted, me, block, BY_RANK, sizes)
-    for t0 in range(block, t, block):
-        others = columns_of(topk_idx, t0, t, block, sizes.topk, wide)
-        before += _tokens_with(others, wanted, me, block, BY_RANK, sizes)
+def _tokens_before(tokens, columns, wanted, t, me, BY_RANK: tl.constexpr, k: tl.constexpr):
+    """The same of all tokens before ``t``: how many. ``columns``: picks of the first ones."""
+    before = _tokens_with(columns, wanted, me, BY_RANK, k)
+    for t0 in range(k.counted, t, k.counted):
+        before += _tokens_with(_columns_of(tokens, t0, t, k), wanted, me, BY_RANK, k)
     return tl.sum(before, axis=0)
 
 
@@ -115,23 +108,22 @@ def _all_of(tensors, number: tl.constexpr):
 
 
 @triton.jit
-def tokens_per_expert(
-    columns, first, end, block: tl.constexpr, bins: tl.constexpr, sizes: tl.constexpr
-):
-    """Tokens for each expert of ``first`` .. ``end - 1``, ``[bins]``; and whether each token has
-    one of them, ``[block]``."""
-    goes, bins_of = tl.zeros((block,), tl.int1), ()
-    for j in tl.static_range(sizes.topk_bins):
-        if j < sizes.topk:
+def _tokens_per_expert(columns, first, end, k: tl.constexpr):
+    """Tokens for each expert of ``first`` .. ``end - 1``, ``[expert_bins]``; and whether each token
+    has one of them, ``[k.counted]``."""
+    bins: tl.constexpr = k.expert_bins
+    goes, bins_of = tl.zeros((k.counted,), tl.int1), ()
+    for j in tl.static_range(k.sizes.topk_bins):
+        if j < k.sizes.topk:
             there = (columns[j] >= first) & (columns[j] < end)
             goes = goes | there
             for i in tl.static_range(j):  # an expert that is picked again counts once
                 there = there & (columns[i] != columns[j])
             chosen = tl.where(there, columns[j] - first, bins).to(tl.int32)
         else:
-            chosen = tl.full((block,), bins, tl.int32)
+            chosen = tl.full((k.counted,), bins, tl.int32)
         bins_of = bins_of + (chosen,)  # noqa: RUF005
-    flat = _all_of(bins_of, sizes.topk_bins)
+    flat = _all_of(bins_of, k.sizes.topk_bins)
     return tl.histogram(flat, bins, mask=flat < bins), goes
 
 
@@ -154,8 +146,8 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
         far = is_far(call.state, to, sizes)
         near = far == 0
     for t0 in range(0, M, k.counted):
-        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, sizes.topk, k.wide)
-        more, goes = tokens_per_expert(columns, first, end, k.counted, k.expert_bins, sizes)
+        columns = _columns_of(tokens, t0, num_tokens, k)
+        more, goes = _tokens_per_expert(columns, first, end, k)
         counts += more
         t = t0 + tl.arange(0, k.counted)
         flags = flag_of(base, call.parity, call.rank, t, sizes)
@@ -167,15 +159,14 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     tag_at = count_of(base, call.parity, call.rank, sizes.local_experts, sizes)
     tell(counts_at, counts, near & (e < sizes.local_experts))
     tell(tag_at, with_call(call.number, tag), near if sizes.far else to >= 0)
-    if sizes.far:
-        if far:  # the tag is the signal of the counts
-            L: tl.constexpr = sizes.local_experts
-            mine = peer_base(call.regions, call.rank)
-            here = counts_out_of(mine, call.parity, to, 0, sizes)
-            tl.store(here + e, counts, mask=e < L)
-            there = count_of(mine, call.parity, call.rank, 0, sizes)
-            value = with_call(call.number, tag)
-            put_far(call, to, there, here, to * 0 + 8 * L, there + L, value, sizes)
+    if sizes.far and far:  # the tag is the signal of the counts
+        L: tl.constexpr = sizes.local_experts
+        mine = peer_base(call.regions, call.rank)
+        here = counts_out_of(mine, call.parity, to, 0, sizes)
+        tl.store(here + e, counts, mask=e < L)
+        there = count_of(mine, call.parity, call.rank, 0, sizes)
+        value = with_call(call.number, tag)
+        put_far(call, to, there, here, to * 0 + 8 * L, there + L, value, sizes)
 
 
 @triton.jit
@@ -186,7 +177,7 @@ def _rows_for(tokens, num_tokens, to, k: tl.constexpr):
     end = first_expert(to // P * P + P, k.sizes.experts, k.sizes.ranks)
     rows = to * 0
     for t0 in range(0, num_tokens, k.counted):
-        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, k.sizes.topk, k.wide)
+        columns = _columns_of(tokens, t0, num_tokens, k)
         goes = tl.zeros((k.counted,), tl.int1)
         for j in tl.static_range(k.sizes.topk):
             goes = goes | ((columns[j] >= first) & (columns[j] < end))
@@ -243,8 +234,8 @@ def _send_metadata(
     topk: tl.constexpr = sizes.topk
     pick = tl.arange(0, sizes.topk_bins)
     at = t.to(tl.int64) * topk + pick
-    ids, first = merged(ids, sizes.topk_bins)
-    rank = tokens_before(tokens.picks, columns, ids, t, call.rank, k.counted, k.wide, False, sizes)
+    ids, first = _merged(ids, sizes.topk_bins)
+    rank = _tokens_before(tokens, columns, ids, t, call.rank, False, k)
     tl.store(ints(result.merged) + at, ids, mask=pick < topk)
     tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
     bad = (raw < -1) | (raw >= sizes.experts)
@@ -305,20 +296,20 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     sizes: tl.constexpr = k.sizes
     row: tl.constexpr = k.row
     pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
-    w = piece * k.piece + tl.arange(0, min(k.piece, k.block))
-    picks = picks_at(tokens.picks, k.wide) + t.to(tl.int64) * sizes.topk
+    picks = _picks_at(tokens, k) + t.to(tl.int64) * sizes.topk
     raw = tl.load(picks + pick, mask=pick < sizes.topk, other=-1)
     bases = tl.load(words(call.regions) + r, mask=r < sizes.ranks, other=0)
     if k.cast.mode:
-        g = piece * k.cast.groups + tl.arange(0, k.cast.groups)
+        at = piece * k.cast.groups + tl.arange(0, k.cast.groups)
         source = tl.multiple_of(tokens.rows.to(tl.pointer_type(k.cast.dtype)), 16)
-        start = source + t.to(tl.int64) * row.hidden
-        plain = load_groups(start, g * 0, g, g >= 0, row.hidden, k.cast)
+        first = source + t.to(tl.int64) * row.hidden
+        v = load_groups(first, at * 0, at, at >= 0, row.hidden, k.cast)
     else:
+        at = piece * k.piece + tl.arange(0, min(k.piece, k.block))
         first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
-        v = tl.load(first + w, mask=w < row.words, cache_modifier=".cg")
+        v = tl.load(first + at, mask=at < row.words, cache_modifier=".cg")
     before = t if sizes.far else tl.where(piece == 0, t, 0)
-    columns = columns_of(tokens.picks, t * 0, before, k.counted, sizes.topk, k.wide)
+    columns = _columns_of(tokens, t * 0, before, k)
     # All loads are under way before the first is waited for, and before anything is stored: behind
     # stores they would wait for those.
     here = are_active(call.active, r, r < sizes.ranks)
@@ -328,20 +319,18 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     slots = slot_of(bases, call.parity, call.rank, t, sizes)
     if sizes.far:
         far = is_far(call.state, r, sizes)
-        number = tokens_before(
-            tokens.picks, columns, owner, t, call.rank, k.counted, k.wide, True, sizes
-        )
+        number = _tokens_before(tokens, columns, owner, t, call.rank, True, k)
         mine, row_bytes = peer_base(call.regions, call.rank), row.slot_bytes
         row_number = of_ranks(number, owner, r)
         staged = staged_of(mine, call.parity, r, row_number, row_bytes, sizes)
         slots = tl.where(far, staged, slots)
         if piece == 0:
             tl.store(numbers_of(result.slots, t, sizes) + pick, number, mask=pick < sizes.topk)
-    if k.cast.mode:  # first what is long, so that it is on its way meanwhile
-        values, scale = cast(plain, g, row.hidden, k.cast)
-        _store_part(values, scale, start, g, goes, slots, call.rank, k)
-    else:
-        _store_part(v, 0, first, w, goes, slots, call.rank, k)
+    scale = 0
+    if k.cast.mode:
+        v, scale = cast(v, at, row.hidden, k.cast)
+    # first what is long, so that it is on its way meanwhile
+    _store_part(v, scale, first, at, goes, slots, call.rank, k)
     if piece == 0:
         _send_metadata(tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call, k)
     tl.debug_barrier()

@@ -47,12 +47,11 @@ def weigh(sent, s, t, place, ok, call, NONE: tl.constexpr, k: tl.constexpr):
     pick, weight = tl.arange(0, sizes.topk_bins), place * 0.0
     if k.weighted == 2:
         if ok if NONE else ok & (tl.max(place) >= 0):
-            if sizes.far:
-                if is_far(call.state, s, sizes):
-                    mine = peer_base(call.regions, call.rank)
-                    arrival = arrival_of(mine, call.parity, s, WEIGHTS, sizes)
-                    least = with_call(call.number, (s * 0).to(tl.int64))
-                    wait_flag(arrival, least, s, call, 1, sizes)
+            if sizes.far and is_far(call.state, s, sizes):
+                mine = peer_base(call.regions, call.rank)
+                arrival = arrival_of(mine, call.parity, s, WEIGHTS, sizes)
+                least = with_call(call.number, (s * 0).to(tl.int64))
+                wait_flag(arrival, least, s, call, 1, sizes)
             at = weight_of(peer_base(call.regions, call.rank), call.parity, s, t, sizes) + pick
             ok, weight = wait_weights(at, pick < sizes.topk, s, call, sizes)
     if k.weighted == 1:
