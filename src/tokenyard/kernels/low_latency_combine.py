@@ -2,9 +2,8 @@
 """Low-latency combine: the experts' rows of one token are summed where they are, one row goes back
 per (token, rank), and the token's owner adds by rank.
 
-Grid ``programs`` in every launch. The stages, send and receive, are one launch or two. Example:
-token 2 of rank 1 went to ranks 0 and 1. Rank 0 writes its sum to slot (0, 2) of rank 1, rank 1 its
-own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
+Example: token 2 of rank 1 went to ranks 0 and 1. Rank 0 writes its sum to slot (0, 2) of rank 1,
+rank 1 its own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
 
 Who publishes what, and who may read it when:
 

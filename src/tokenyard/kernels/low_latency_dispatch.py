@@ -2,10 +2,9 @@
 """Low-latency dispatch: one row per (token, rank) into a fixed slot, then to its place at each
 local expert.
 
-Grid ``programs`` in every launch. The stages, send and receive, are one launch or two. Example: 2
-ranks, 2 experts each. Token 2 of rank 1 picks experts 3 and 0: rank 1 writes it to slot (1, 2) of
-both ranks. Rank 0 finds 1 token of rank 0 for expert 0 in its counts, so the row goes to row 1 of
-expert 0's block.
+Example: 2 ranks, 2 experts each. Token 2 of rank 1 picks experts 3 and 0: rank 1 writes it to slot
+(1, 2) of both ranks. Rank 0 finds 1 token of rank 0 for expert 0 in its counts, so the row goes to
+row 1 of expert 0's block.
 
 Who publishes what, and who may read it when:
 
@@ -357,12 +356,8 @@ def bind_dispatch(
     workspace: Any, row_layout: Any, mode: Any, dtype: Any, spec: Any, by_column: bool, wide: bool,
     weighted: bool, load_bytes: int, stages: Stages,
 ) -> Callable[..., None]:  # fmt: skip
-    """Compile and load the kernel for one call signature. May wait for the device.
-
-    Args:
-        form: of a row on the wire.
-        mode, dtype: how rows are cast on their way (None: not), and what the input holds.
-    """
+    """Compile and load the kernel for one call signature. May wait for the device. ``row_layout``:
+    on the wire. ``mode``, ``dtype``: how rows are cast on their way (None: not), and from what."""
     tuning, config = workspace.tuning, workspace.config
     words_bins, cast = power_of_two_at_least(row_layout.words), cast_of(row_layout, mode, dtype)
     k = DispatchConfig(

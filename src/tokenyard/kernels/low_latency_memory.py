@@ -84,7 +84,8 @@ class Sizes(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Which stages of a call a launch makes. A call is one launch, or one for each stage."""
+    """Which stages of a call a launch makes. A call is one launch, or one for each stage. Every
+    launch has as many programs."""
 
     send: bool
     receive: bool

@@ -2,8 +2,8 @@
 """A call that this rank refuses. It tells all peers that it brings nothing, so that none waits for
 it, and waits until all have come to the call.
 
-Grid ``programs``, as in every low-latency launch. Counts are 0 and carry the tag 0, which fits
-every call; all flags become ``2 * call``; weights are zeros.
+Counts are 0 and carry the tag 0, which fits every call; all flags become ``2 * call``; weights are
+zeros.
 """
 
 from __future__ import annotations

@@ -296,6 +296,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     sizes: tl.constexpr = k.sizes
     row: tl.constexpr = k.row
     pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
+    at = piece * k.piece + tl.arange(0, min(k.piece, k.block))  # words; or groups
     picks = _picks_at(tokens, k) + t.to(tl.int64) * sizes.topk
     raw = tl.load(picks + pick, mask=pick < sizes.topk, other=-1)
     bases = tl.load(words(call.regions) + r, mask=r < sizes.ranks, other=0)
@@ -305,7 +306,6 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
         first = source + t.to(tl.int64) * row.hidden
         v = load_groups(first, at * 0, at, at >= 0, row.hidden, k.cast)
     else:
-        at = piece * k.piece + tl.arange(0, min(k.piece, k.block))
         first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
         v = tl.load(first + at, mask=at < row.words, cache_modifier=".cg")
     before = t if sizes.far else tl.where(piece == 0, t, 0)
