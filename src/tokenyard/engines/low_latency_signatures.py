@@ -21,7 +21,7 @@ from tokenyard.engines.rings import row_layout_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import COMBINE, DISPATCH, CallKind, fingerprint_of
+from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
 from tokenyard.kernels.low_latency_dispatch import bind_dispatch
 from tokenyard.kernels.low_latency_refuse import low_refuse_kernel  # pyright: ignore
@@ -172,7 +172,7 @@ class Signatures:
         workspace.check_fits(row, f"rows of {dtype} x {payload.x.shape[1]}")
         scaled = payload.scales is not None
         plain, weighted = (
-            _tag(_number(CallKind(DISPATCH, payload, spec, mode, weighted, scaled)))
+            _tag(_number(fingerprint_of(CallKind(DISPATCH, payload, spec, mode, weighted, scaled))))
             for weighted in (False, True)
         )
         local, ints, outline = config.num_local_experts, torch.int32, self._outline
@@ -207,15 +207,15 @@ class Signatures:
         row = row_layout_of(payload, None, words)
         workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
         here, at_owner = (
-            _number(CallKind(COMBINE, payload, spec, None, False, at_owner))
+            _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
             for at_owner in (False, True)
         )
         launch = cache(partial(bind_combine, workspace, rows.dtype, row))
         return CombineSignature(numbers=(here, at_owner), launch=launch)
 
 
-def _number(kind: CallKind) -> int:
-    return zlib.crc32(repr(fingerprint_of(kind)).encode())
+def _number(fingerprint: Fingerprint) -> int:
+    return zlib.crc32(repr(fingerprint).encode())
 
 
 def _tag(number: int) -> int:
