@@ -235,7 +235,7 @@ tl.store(ints(slot + k.kept_at) + pick)
 """,  # model_rail._sum_of_node
     ("low_latency_sums", "weigh"): """
 if k.weighted == 2
-  if ok if NONE else ok & (tl.max(place) >= 0)
+  if wait
     if sizes.far and is_far(call.state, s, sizes)
       wait_flag(arrival)
     wait_weights(at)

@@ -40,13 +40,14 @@ def places_of(sent, s, t, sizes: tl.constexpr):
 
 
 @triton.jit
-def weigh(sent, s, t, place, ok, call, NONE: tl.constexpr, k: tl.constexpr):
+def weigh(sent, s, t, place, ok, call, EMPTY: tl.constexpr, k: tl.constexpr):
     """Whether all is ``ok``, and rank ``s`` has brought the weights of the rows at ``place``; and
-    these. NONE: also if there are no such rows."""
+    these. EMPTY: they are waited for also if there are no such rows."""
     sizes: tl.constexpr = k.sizes
     pick, weight = tl.arange(0, sizes.topk_bins), place * 0.0
     if k.weighted == 2:
-        if ok if NONE else ok & (tl.max(place) >= 0):
+        wait = ok if EMPTY else ok & (tl.max(place) >= 0)
+        if wait:
             if sizes.far and is_far(call.state, s, sizes):
                 mine = peer_base(call.regions, call.rank)
                 arrival = arrival_of(mine, call.parity, s, WEIGHTS, sizes)
