@@ -112,7 +112,7 @@ def _send_weights(sent, t, call, sizes: tl.constexpr):
     goes = are_active(call.active, r, chosen)
     if sizes.far:
         far = is_far(call.state, r, sizes)
-        stage_weights(sent, t, word, owner, call, sizes)
+        stage_weights(sent, t, word, owner, via, chosen, call, sizes)
         count_packed(call.state, WEIGHTS, r, far & chosen, sizes)
         goes = goes & (far == 0)
     bases = tl.load(words(call.regions) + r, mask=goes, other=0)

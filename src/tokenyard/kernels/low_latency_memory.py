@@ -59,8 +59,8 @@ ROWS, WEIGHTS = tl.constexpr(0), tl.constexpr(CHUNKS)
 _MESSAGES = tl.constexpr(CHUNKS + 1)
 
 TORN = tl.constexpr(-3)
-"""Instead of the places of a far rank's row: that rank was left out meanwhile, and its other rows
-may have come since. None goes back in a combine, should it be back."""
+"""Instead of the places of a far rank's row that was waited for in vain: other rows of it may have
+come since, but no sums go back in a combine."""
 
 
 class Sizes(NamedTuple):

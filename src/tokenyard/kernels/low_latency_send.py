@@ -187,8 +187,7 @@ def _rows_for(tokens, num_tokens, to, k: tl.constexpr):
 
 @triton.jit
 def put_rows(tokens, num_tokens, to, chunk, call, k: tl.constexpr):
-    """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed. Without
-    rows only the first chunk is put, which says so."""
+    """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed."""
     sizes: tl.constexpr = k.sizes
     row_bytes: tl.constexpr = k.row.slot_bytes
     C: tl.constexpr = k.chunk_rows

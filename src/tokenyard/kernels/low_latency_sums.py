@@ -162,24 +162,20 @@ def tell_lost(sent, lost, got, t, num_tokens, call, k: tl.constexpr):
 
 
 @triton.jit
-def stage_weights(sent, t, word, owner, call, sizes: tl.constexpr):
+def stage_weights(sent, t, word, owner, via, chosen, call, sizes: tl.constexpr):
     """Pack the weights of this rank's token ``t``, the words ``word [topk_bins]``, for the far
-    ranks of its picks ``owner [topk_bins]``."""
+    ranks of its picks ``owner [topk_bins]``; or for all ``chosen`` ranks of their nodes, by the
+    numbers of the rails ``via``."""
     pick = tl.arange(0, sizes.topk_bins)
-    if sizes.per_node:  # for all ranks of a node, by the numbers of its rail
-        r, owner = tl.arange(0, sizes.rank_bins), via_of(owner, call.rank, sizes)
-        via = via_of(r, call.rank, sizes)
-        chosen = tl.max((owner[None, :] == via[:, None]).to(tl.int32), axis=1) > 0
-        goes = are_active(call.active, r, is_far(call.state, r, sizes) & chosen)
-        mine = peer_base(call.regions, call.rank)
-        number, owner = of_ranks(numbers(sent.slots, t, sizes), owner, via), r
-    else:
-        goes = is_far(call.state, owner, sizes) & (owner >= 0)
-        goes = are_active(call.active, owner, goes)
-        mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
-    to = weights_out_of(mine, call.parity, owner, number, sizes)[:, None] + pick[None, :]
-    everywhere = word[None, :] + (owner * 0).to(tl.int64)[:, None]
-    tl.store(to, everywhere, mask=goes[:, None] & (pick < sizes.topk)[None, :])
+    to = tl.arange(0, sizes.rank_bins) if sizes.per_node else owner
+    goes = is_far(call.state, to, sizes) & (chosen if sizes.per_node else owner >= 0)
+    goes = are_active(call.active, to, goes)
+    mine, number = peer_base(call.regions, call.rank), numbers(sent.slots, t, sizes)
+    if sizes.per_node:
+        number = of_ranks(number, via, via_of(to, call.rank, sizes))
+    here = weights_out_of(mine, call.parity, to, number, sizes)[:, None] + pick[None, :]
+    everywhere = word[None, :] + (to * 0).to(tl.int64)[:, None]
+    tl.store(here, everywhere, mask=goes[:, None] & (pick < sizes.topk)[None, :])
 
 
 @triton.jit
@@ -208,8 +204,7 @@ def put_weights(sent, num_tokens, to, call, sizes: tl.constexpr):
 
 @triton.jit
 def put_sums(sent, to, chunk, call, k: tl.constexpr):
-    """A chunk of the sums for rank ``to``, if it is far, once all of it are packed. The first also
-    brings word if no rows came from there, or not all: then no sums are put."""
+    """A chunk of the sums for rank ``to``, if it is far, once all of it are packed."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
     C: tl.constexpr = k.chunk_rows

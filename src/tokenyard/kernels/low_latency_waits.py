@@ -187,8 +187,7 @@ def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr)
 
 @triton.jit
 def wait_row(s, t, call, chunk_rows: tl.constexpr, sizes: tl.constexpr):
-    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here (acquire). The
-    first chunk says whether there is one, then the row's own that it is here."""
+    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here (acquire)."""
     want, least = 2 * call.number, with_call(call.number, (t * 0).to(tl.int64))
     first = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, sizes)
     own = t // chunk_rows
