@@ -107,8 +107,7 @@ def _send_weights(sent, t, call, sizes: tl.constexpr):
     owner = owner_of(ids, sizes.experts, sizes.ranks)
     via = via_of(owner, call.rank, sizes)  # of a node all ranks get them
     goes = via[None, :] == via_of(r, call.rank, sizes)[:, None]
-    goes = tl.max(goes.to(tl.int32), axis=1)
-    chosen = goes > 0
+    chosen = tl.max(goes.to(tl.int32), axis=1) > 0
     goes = are_active(call.active, r, chosen)
     if sizes.far:
         far = is_far(call.state, r, sizes)
@@ -213,11 +212,9 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
     owner = via_of(owner_of(ids, sizes.experts, sizes.ranks), call.rank, sizes)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
     here = are_active(call.active, r, goes)
-    flags, slots = flag_of(mine, call.parity, r, t, sizes), 0
-    if sizes.far:
-        first = tl.where(is_far(call.state, r, sizes), 0, t)
-        flags = flag_of(mine, call.parity, r, first, sizes)
-        slots = sums_of(sent, mine, t, owner, call, k)
+    first = tl.where(is_far(call.state, r, sizes), 0, t) if sizes.far else t
+    flags = flag_of(mine, call.parity, r, first, sizes)
+    slots = sums_of(sent, mine, t, owner, call, k)
     want = 2 * call.number
     seen = wait_flags(flags, want, here, r, call, sizes)
     if sizes.far:

@@ -141,10 +141,8 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     base = peer_base(call.regions, to)
     e = tl.arange(0, k.expert_bins)
     counts = tl.zeros((k.expert_bins,), tl.int32)
-    near = True
-    if sizes.far:
-        far = is_far(call.state, to, sizes)
-        near = far == 0
+    far = is_far(call.state, to, sizes) if sizes.far else False
+    near = far == 0
     for t0 in range(0, M, k.counted):
         columns = _columns_of(tokens, t0, num_tokens, k)
         more, goes = _tokens_per_expert(columns, first, end, k)
@@ -335,9 +333,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1
-    near = goes > 0
-    if sizes.far:
-        near = near & (far == 0)
+    near = (goes > 0) & (far == 0) if sizes.far else goes > 0
     tl.atomic_max(flags, done, mask=near, sem="release", scope="sys")
     if sizes.far:
         chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0

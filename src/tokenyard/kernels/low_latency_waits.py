@@ -128,7 +128,6 @@ def _leave_out_silent(lack, ranks, call, stamp, begin, sizes: tl.constexpr):
     word = _late_of(call.state, sizes)
     if _is_past(word, stamp + 1, begin + call.timeout // 2):
         me = tl.load(words(call.state) + RANK).to(tl.int32)
-        told = False
         if sizes.far:  # one message per call is enough
             mine = _heartbeat_of(me, me, call, sizes)
             told = tl.atomic_max(mine, call.number, sem="relaxed", scope="gpu") >= call.number
