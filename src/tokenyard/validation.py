@@ -162,10 +162,10 @@ class Validation:
         lost: Tensor | None = None
         if self._calls.low is not None:
             transforms.check_tangents((rows, at_owner, carried, *terms), _NO_TANGENTS)
-            self._calls.low.check_combine(rows, known.spec, known.num_tokens, options)
-        elif options is not None:
+            self._calls.low.check_combine(rows, known.spec)
+        if options is not None:
             options.check(self._config, rows.device, known.num_tokens)
-            lost = options.lost_weights
+            lost = options.lost_weights if self._calls.low is None else None
         if facts is not None:
             self._keep(facts, known.spec)
         return CombineRequest(
@@ -228,9 +228,10 @@ class Validation:
             )
         if low is not None:
             transforms.check_tangents((*payload, request.weights), _NO_TANGENTS)
-            how = {"cached": request.known is not None, "in_place": request.in_place}
-            low.check_dispatch(payload, request.spec, request.mode, **how, options=options)
-        elif options is not None:
+            by_column = options is not None and options.scales_by_column
+            cached = request.known is not None
+            low.check_dispatch(payload, request.spec, request.mode, cached, by_column)
+        if options is not None:
             options.check(self._config, payload.x.device, None)
 
     def _check_device(self, x: Tensor) -> None:

@@ -11,7 +11,7 @@ LOW_LATENCY_VERBS = (
     "wait_weights",
     "wait_packed",
     "wait_ready",
-    "wait_far_weights",
+    "wait_for_ranks",
     "tl.debug_barrier",
     "tl.atomic_max",
     "tl.atomic_add",
@@ -24,8 +24,8 @@ LOW_LATENCY_VERBS = (
     "sum_of_node",
     "hand_on",
     "hand_back",
-    "lead",
-    "receive_slot",
+    "_lead",
+    "_receive_slot",
     "send_counts",
     "send_piece",
     "put_rows",
@@ -33,14 +33,12 @@ LOW_LATENCY_VERBS = (
     "put_weights",
     "_add_neighbours",
     "_add_rows",
-    "_lead",
     "_send_in_node",
     "_send_sum",
     "_send_weights",
     "_place_row",
-    "_places_and_weights",
-    "_store_words",
-    "_store_groups",
+    "_store_part",
+    "weigh",
     "_make_table",
     "leave_out",
     "agree",
@@ -58,15 +56,14 @@ if k.stages.send
     for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
       put_rows(tokens)
 if k.stages.receive
-  if sizes.per_node
-    if pid < P - 1
-      for range(pid, (R // sizes.per_node - 1) * M, P - 1)
-        hand_on(source_of(u // M, me, sizes))
+  if sizes.per_node and pid < P - 1
+    for range(pid, (R // sizes.per_node - 1) * M, P - 1)
+      hand_on(source_of(u // M, me, sizes))
   if pid == P - 1
-    lead(result)
+    _lead(result)
   wait_ready(state)
   for range(pid, R * M, P)
-    receive_slot(result)
+    _receive_slot(result)
   tl.debug_barrier()
   tl.store(epoch_of(state, pid, sizes))
 """,  # Nodes._dispatch
@@ -74,10 +71,7 @@ if k.stages.receive
 if sizes.far
   if piece == 0
     tl.store(numbers_of(result.slots, t, sizes) + pick)
-if k.cast.mode
-  _store_groups(values)
-else
-  _store_words(v)
+_store_part(v)
 tl.debug_barrier()
 tl.atomic_max(flags)
 if sizes.far
@@ -105,19 +99,16 @@ if seen > want
 tl.debug_barrier()
 tl.atomic_max(flags)
 """,  # model_rail._hand_on, Apart._rail
-    ("low_latency_receive", "lead"): """
+    ("low_latency_dispatch", "_lead"): """
 wait_counts(counts_at)
 leave_out(call.active)
-tl.store(present_of(call.state, r, sizes))
+tl.store(present_at)
 _make_table(result)
 """,  # Nodes._leads
-    ("low_latency_receive", "receive_slot"): """
-if tl.load(present_of(state, s, sizes)) != 0
-  if sizes.far
-    if takes_rows(s, call, sizes)
-      wait_row(s)
-    else
-      wait_flag(flag)
+    ("low_latency_dispatch", "_receive_slot"): """
+if tl.load(ints(state) + sizes.state.present + s) != 0
+  if sizes.far and takes_rows(s, call, sizes)
+    wait_row(s)
   else
     wait_flag(flag)
   if seen == want + 1
@@ -135,27 +126,24 @@ if k.stages.send
   if k.weighted == 2
     for range(pid, num_tokens, P)
       _send_weights(sent)
-    if sizes.far
-      if pid >= P - R
-        put_weights(sent)
+    if sizes.far and pid >= P - R
+      put_weights(sent)
   for range(pid, R * M, P)
     if sizes.per_node
       _send_in_node(sent)
     else
       _send_sum(sent)
-  if sizes.far
-    if not sizes.per_node
-      for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
-        put_sums(sent)
+  if sizes.far and (not sizes.per_node)
+    for range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P)
+      put_sums(sent)
 if k.stages.receive
-  if sizes.per_node
-    if pid < P - 1
-      for range(pid, (R // sizes.per_node - 1) * M, P - 1)
-        sum_of_node(sent)
-      for range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1)
-        put_sums(sent)
+  if sizes.per_node and pid < P - 1
+    for range(pid, (R // sizes.per_node - 1) * M, P - 1)
+      sum_of_node(sent)
+    for range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1)
+      put_sums(sent)
   if pid == P - 1
-    _lead(result.waits)
+    wait_for_ranks(tag)
   for range(pid, num_tokens * k.shares, P)
     _add_rows(sent)
   tl.debug_barrier()
@@ -171,18 +159,13 @@ else
     ("low_latency_combine", "_send_sum"): """
 if near & (tl.max(place) < 0) & (tl.min(place) == -2)
   tell(flag_of(base, call.parity, call.rank, t, sizes))
-if k.weighted == 2
-  if ok
-    if sizes.far
-      wait_far_weights(s)
-    wait_weights(at)
+weigh(sent)
 if ok
   sum_rows(sent)
   tl.debug_barrier()
   tl.atomic_max(flag)
-if sizes.far
-  if came
-    count_packed(call.state)
+if sizes.far and came
+  count_packed(call.state)
 """,  # model_rail._hand_back
     ("low_latency_combine", "_add_rows"): """
 wait_flags(flags)
@@ -192,10 +175,10 @@ if k.shares > 1
   agree(flags)
 for range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block)
   if sizes.per_node
-    _sum_of_nodes(mine)
+    _sum_of_nodes(slots)
   tl.store(sums + at)
 """,  # model_rail._add
-    ("low_latency_combine", "_lead"): """
+    ("low_latency_waits", "wait_for_ranks"): """
 wait_counts(tags_at[:, None])
 leave_out(call.active)
 """,  # Nodes._leads
@@ -210,31 +193,31 @@ while packed < want
 tl.debug_barrier()
 tl.store(at)
 """,  # model_rail._put
-    ("low_latency_far_combine", "wait_chunks"): """
+    ("low_latency_sums", "wait_chunks"): """
 wait_flags(flags)
 """,  # model_low_latency.until
-    ("low_latency_far_combine", "put_sums"): """
+    ("low_latency_sums", "put_sums"): """
 if takes_rows(to, call, sizes)
   if count > 0
     wait_packed(call.state)
   if ((count > 0) | (chunk == 0)) & is_active(call.active, to)
     put_far(call)
 """,  # model_rail._put
-    ("low_latency_far_combine", "put_weights"): """
+    ("low_latency_sums", "put_weights"): """
 if is_far(call.state, to, sizes)
   wait_packed(call.state)
   if is_active(call.active, to)
     put_far(call)
 """,  # model_rail._put
-    ("low_latency_rail_combine", "hand_back"): """
-_places_and_weights(sent)
+    ("low_latency_rail", "hand_back"): """
+weigh(sent)
 if ok
   sum_rows(sent)
 tl.debug_barrier()
 tl.atomic_max(flag)
 """,  # model_rail._hand_back
-    ("low_latency_rail_combine", "sum_of_node"): """
-_places_and_weights(sent)
+    ("low_latency_rail", "sum_of_node"): """
+weigh(sent)
 if came
   if ok
     sum_rows(sent)
@@ -242,18 +225,19 @@ if came
     _add_neighbours(slot)
   count_packed(call.state)
 """,  # model_rail._sum_of_node
-    ("low_latency_rail_combine", "_add_neighbours"): """
+    ("low_latency_rail", "_add_neighbours"): """
 wait_flags(flags)
 for range(0, H, k.added_block)
   tl.debug_barrier()
   tl.store(to + w)
 tl.debug_barrier()
-tl.store(kept_of(slot, k.kept_at) + pick)
+tl.store(ints(slot + k.kept_at) + pick)
 """,  # model_rail._sum_of_node
-    ("low_latency_rail_combine", "_places_and_weights"): """
+    ("low_latency_sums", "weigh"): """
 if k.weighted == 2
-  if ok & (tl.max(place) >= 0)
-    wait_far_weights(s)
+  if wait
+    if sizes.far and is_far(call.state, s, sizes)
+      wait_flag(arrival)
     wait_weights(at)
 """,  # model_rail._weigh
 }

@@ -1,5 +1,5 @@
 """Engine low_latency where rows cross once per node, as a small model
-(``kernels/low_latency_rail.py``, ``low_latency_rail_combine.py``).
+(``kernels/low_latency_rail.py``).
 
 Messages between nodes are those of ``model_low_latency.py``, rows and sums in chunks, and fenced:
 those from one rank to another land in the order of their calls. Inside a node ranks store, and set

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from edits import Edit, change, drop, drop_barrier, first_of, insert, move, rewrite, shorten
+from edits import Edit, change, drop, drop_barrier, insert, move, rewrite, shorten
 from mutations import Mutation, mutated, mutation
 from nvlink_mutations import RELAXED, WHOLE_GPU
 
@@ -44,10 +44,7 @@ PUBLISHED = {
     ),
     "dispatch: flag before the row": _mutation(
         "flag before data",
-        first_of(
-            move(_FLAG, "store_groups(...)", "send_piece", along=True),
-            move(_FLAG, "for _ in tl.static_range(_): ...", "send_piece", along=True),
-        ),
+        move(_FLAG, "store_part(...)", "send_piece", along=True),
     ),
     "combine: no barrier before the flag": _mutation(
         "barrier", drop_barrier("send_sum", before=_SUM_FLAG)
@@ -127,13 +124,8 @@ WHICH_CALL = {
 }
 
 WRITTEN_AGAIN = {
-    "dispatch: one half only": _mutation(
-        "reused too early", rewrite(_PARITY, _ONE_PARITY, "low_dispatch_kernel"), hint=2
-    ),
-    "combine: one half only": _mutation(
-        "reused too early",
-        rewrite(_PARITY, _ONE_PARITY, "low_combine_kernel"),
-        within=40,
+    "one half only": _mutation(
+        "reused too early", rewrite(_PARITY, _ONE_PARITY, "next_call"), hint=2
     ),
     "combine: peers not waited for": _mutation(
         "reused too early",

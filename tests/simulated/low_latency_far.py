@@ -237,7 +237,7 @@ def example(seed: int) -> None:
     sums = [
         Put(
             "rank 1, low_combine_kernel[{}]", at.slots + back * slot + done * total, n * total,
-            8 * (at.flags + (back + done) * PIECES), 2 * 3 + 1,
+            8 * (at.flags + (back + done) * PIECES.value), 2 * 3 + 1,
         )
         for done, n in ((0, 2), (2, 1))
     ]  # fmt: skip

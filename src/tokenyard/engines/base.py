@@ -185,10 +185,7 @@ class LowLatency(Protocol):
     def silent_rank(self) -> int | None: ...
 
     def check_dispatch(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, *, cached: bool, in_place: bool,
-        options: CallOptions | None,
-    ) -> None: ...  # fmt: skip
-
-    def check_combine(
-        self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
+        self, payload: Payload, spec: Spec, mode: Quantize | None, cached: bool, by_column: bool
     ) -> None: ...
+
+    def check_combine(self, rows: Tensor, spec: Spec) -> None: ...

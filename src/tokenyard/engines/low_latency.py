@@ -21,30 +21,21 @@ from tokenyard.config import Config
 from tokenyard.engines.base import CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.known import LOW_LATENCY
 from tokenyard.engines.low_latency_options import CallOptions
-from tokenyard.engines.low_latency_signatures import DispatchSignature, Launch, Signatures
+from tokenyard.engines.low_latency_signatures import Launch, Signatures
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
-from tokenyard.engines.rings import aligned, as_aligned, sums_for
+from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for
 from tokenyard.engines.waits import DeviceWaits, Source
 from tokenyard.errors import Mismatch, NotSupported
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE
-from tokenyard.kernels.low_latency_combine import combine_arguments
-from tokenyard.kernels.low_latency_dispatch import dispatch_arguments
-from tokenyard.kernels.low_latency_memory import (
-    BAD_AT,
-    BAD_VALUE,
-    BOTH,
-    OTHER_RANK,
-    RECEIVE,
-    SEND,
-    SILENT_RANK,
-    Stages,
-)
+from tokenyard.kernels import low_latency_memory as memory_map
+from tokenyard.kernels.low_latency_combine import CombineResult, Sent
+from tokenyard.kernels.low_latency_dispatch import DispatchResult, Tokens
 from tokenyard.kernels.sync import ON_COUNTS
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.routing import host_ints
-from tokenyard.rows import Payload
+from tokenyard.rows import Payload, address
 from tokenyard.stats import Stats
 from tokenyard.types import Quantize
 
@@ -114,56 +105,46 @@ class LowLatencyEngine(Engine):
     # Dispatch
 
     def check_dispatch(
-        self,
-        payload: Payload,
-        spec: Spec,
-        mode: Quantize | None,
-        *,
-        cached: bool,
-        in_place: bool,
-        options: CallOptions | None,
+        self, payload: Payload, spec: Spec, mode: Quantize | None, cached: bool, by_column: bool
     ) -> None:
         """Raise if a dispatch cannot be made: NotSupported names the engine that can; ValueError:
-        rows do not fit into slots, options are wrong."""
-        by_column = options is not None and options.scales_by_column
-        lack = "cached dispatch (handle=)" if cached else "in_place=True" if in_place else ""
-        self._signature(payload, spec, mode, by_column, lack)
-        if options is not None:
-            options.check(self.config, self._memory.device, None)
-
-    def _signature(
-        self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool, lack: str
-    ) -> DispatchSignature:
-        if lack:
-            raise NotSupported(f"engine 'low_latency' has no {lack}; engine 'nvlink' has")
-        signature = self._signatures.dispatch(payload, spec, mode, by_column)
+        rows do not fit into slots."""
+        if cached:
+            self.redispatch()
+        self._signatures.dispatch(payload, spec, mode, by_column)
         self._check_open()
-        return signature
 
     def dispatch(self, given: DispatchArguments) -> Any:
-        """``options`` have passed :meth:`check_dispatch`."""
-        payload, topk_idx, weights, spec, mode, in_place, options, in_two = given
-        lack = "in_place=True" if in_place else ""
-        signature = self._signature(payload, spec, mode, options.scales_by_column, lack)
-        weighted, loads = weights is not None, options.loads
+        """``options`` are checked."""
+        payload, topk_idx, weights, spec, mode, _, options, in_two = given
+        signature = self._signatures.dispatch(payload, spec, mode, options.scales_by_column)
+        self._check_open()
+        weighted, loads, workspace = weights is not None, options.loads, self._workspace
         with self._memory.tensors():
             payload, topk_idx = aligned(payload), topk_idx.contiguous()
             weights = None if weights is None else weights.contiguous()
             self._dispatches += 1
             rows = self._signatures.results(signature, topk_idx, weighted, self._dispatches)
-            arguments = dispatch_arguments(
-                self._workspace,
-                payload=payload,
-                topk_idx=topk_idx,
-                weights=weights,
-                rows=rows,
-                padded=signature.padded,
-                options=options,
-                timeout=self._limit(options),
-                tag=signature.tags[weighted],
-                num_rows=signature.num_rows,
-                alignment=spec.expert_alignment,
-            )
+            out, plan, arrived = rows
+            blocks = arrived.source_ranges if signature.padded else arrived.expert_offsets
+            tokens = Tokens(
+                picks=topk_idx.data_ptr(), weights=address(weights), rows=payload.x.data_ptr(),
+                scales=address(payload.scales),
+            )  # fmt: skip
+            result = DispatchResult(
+                rows=out.x.data_ptr(), scales=address(out.scales),
+                weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(),
+                slots=workspace.slots_in(plan), merged=plan.route.data_ptr(),
+                first_pick=plan.first_pick.data_ptr(),
+                tokens_per_expert=arrived.tokens_per_expert.data_ptr(), blocks=blocks.data_ptr(),
+                overflow=arrived.overflow.data_ptr(), loads=address(loads),
+                waits=address(options.waits),
+            )  # fmt: skip
+            arguments = (
+                *workspace.addresses, tokens, result, self._limit(options),
+                signature.tags[weighted], self.config.rank, topk_idx.shape[0], signature.num_rows,
+                spec.expert_alignment,
+            )  # fmt: skip
             wide, load_bytes = topk_idx.dtype == torch.int64, 0 if loads is None else loads.itemsize
             load = partial(signature.launch, wide, weighted, load_bytes)
             held = payload, topk_idx, weights, options
@@ -171,25 +152,20 @@ class LowLatencyEngine(Engine):
 
     # Combine
 
-    def check_combine(
-        self, rows: Tensor, spec: Spec, num_tokens: int, options: CallOptions | None
-    ) -> None:
-        """Raise if a combine cannot be made: ValueError: rows do not fit, options are wrong."""
+    def check_combine(self, rows: Tensor, spec: Spec) -> None:
+        """Raise if a combine cannot be made. ValueError: rows do not fit."""
         self._signatures.combine(rows, spec)
         self._check_open()
-        if options is not None:
-            options.check(self.config, self._memory.device, num_tokens)
 
     def combine(self, given: CombineArguments) -> Any:
-        """``weights`` ``[T, K]`` of the tokens' owners travel ahead. ``options`` have passed
-        :meth:`check_combine`."""
+        """``weights`` ``[T, K]`` of the tokens' owners travel ahead. ``options`` are checked."""
         rows, plan, spec, weights, reduce_weights, bias, out, raw, _, options, in_two = given
         if raw or reduce_weights is not None:
             raise NotSupported(
                 "engine 'low_latency' is for inference: it has no gradients of weights and of "
                 "combine; engine 'nvlink' has"
             )
-        signature = self._signatures.combine(rows, spec)
+        signature, workspace = self._signatures.combine(rows, spec), self._workspace
         self._check_open()
         with self._memory.tensors():
             tokens, rows = plan.first_pick.shape[0], as_aligned(rows)
@@ -200,18 +176,20 @@ class LowLatencyEngine(Engine):
             lost = options.lost_weights
             if lost is not None and not lost.is_cuda:
                 lost = rows.new_empty(tokens, dtype=torch.float32)
-            arguments = combine_arguments(
-                self._workspace,
-                rows=rows,
-                plan=plan,
-                weights=weights,
-                bias=bias,
-                sums=total,
-                lost=lost,
-                waits=options.waits,
-                timeout=self._limit(options),
-                tag=signature.tag(weighted == 2, host_ints(plan.splits)[-1]),
+            tag = signature.tag(weighted == 2, host_ints(plan.splits)[-1])
+            biases = addresses(bias)
+            sent = Sent(
+                rows=rows.data_ptr(), slots=workspace.slots_in(plan), weights=address(weights),
+                merged=plan.route.data_ptr(), first_pick=plan.first_pick.data_ptr(),
+                bias0=biases[0], bias1=biases[1],
+            )  # fmt: skip
+            filled = CombineResult(
+                sums=total.data_ptr(), waits=address(options.waits), lost=address(lost)
             )
+            arguments = (
+                *workspace.addresses, sent, filled, self._limit(options), tag, self.config.rank,
+                tokens,
+            )  # fmt: skip
             dtypes = tuple(term.dtype for term in bias)
             load = partial(signature.launch, weighted, dtypes, lost is not None)
             result = partial(_moved, total, out, lost, options.lost_weights)
@@ -230,33 +208,30 @@ class LowLatencyEngine(Engine):
         self,
         op: str,
         in_two: bool,
-        load: Callable[[Stages], Launch],
+        load: Callable[[memory_map.Stages], Launch],
         arguments: tuple[Any, ...],
         result: Callable[[], Any],
         held: tuple[Any, ...],
     ) -> Any:
         """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
         returns. ``held`` are tensors that launches read."""
-        launch = load(SEND if in_two else BOTH)  # may wait for launches that run: before the gate
-        self._memory.gate()
-        launch(*arguments)
+        self._launch(load(memory_map.SEND if in_two else memory_map.BOTH), arguments)
         if not in_two:
             return self._end(op, result)
         self._open = op
-        return _Rest(partial(self._finish, op, load, arguments, result), result, held)
 
-    def _finish(
-        self,
-        op: str,
-        load: Callable[[Stages], Launch],
-        arguments: tuple[Any, ...],
-        result: Callable[[], Any],
-    ) -> Any:
-        with self._memory.tensors():
-            self._open, launch = "", load(RECEIVE)
-            self._memory.gate()
-            launch(*arguments)
-            return self._end(op, result)
+        def finish() -> Any:
+            with self._memory.tensors():
+                self._open = ""
+                self._launch(load(memory_map.RECEIVE), arguments)
+                return self._end(op, result)
+
+        return _Rest(finish, result, held)
+
+    def _launch(self, launch: Launch, arguments: tuple[Any, ...]) -> None:
+        """``launch`` is loaded already: that may wait for launches that run."""
+        self._memory.gate()
+        launch(*arguments)
 
     def _end(self, op: str, result: Callable[[], Any]) -> Any:
         self._memory.settle()
@@ -291,11 +266,12 @@ class LowLatencyEngine(Engine):
         self._memory.settle()
         self.active[peer : peer + 1].fill_(int(active))
         if active:
-            self._status[SILENT_RANK] = 0
+            self._status[memory_map.SILENT_RANK] = 0
 
     def silent_rank(self) -> int | None:
         """A rank left out for its silence, as far as the host knows; kernels may still run."""
-        return int(self._status[SILENT_RANK]) - 1 if self._status[SILENT_RANK] else None
+        silent = int(self._status[memory_map.SILENT_RANK])
+        return silent - 1 if silent else None
 
     # The rest
 
@@ -312,8 +288,8 @@ class LowLatencyEngine(Engine):
     def check(self) -> None:
         """Wait for the device; raise if ids were out of range, or a rank was in another call."""
         synchronize(self._memory.device)
-        at, value, other = (int(self._status[word]) for word in (BAD_AT, BAD_VALUE, OTHER_RANK))
-        self._status[:SILENT_RANK] = 0
+        at, value, other = map(int, self._status[: memory_map.SILENT_RANK])
+        self._status[: memory_map.SILENT_RANK] = 0
         if at:
             raise ValueError(
                 head.bad_index_text(at - 1, value, self.config.num_topk, self.config.num_experts)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +24,22 @@ from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint, fingerprint_of
 from tokenyard.kernels.low_latency_combine import bind_combine
 from tokenyard.kernels.low_latency_dispatch import bind_dispatch
-from tokenyard.kernels.low_latency_refuse import bind_refuse
-from tokenyard.rows import Payload, RowFormat
+from tokenyard.kernels.low_latency_refuse import low_refuse_kernel  # pyright: ignore
+from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 Launch = Callable[..., None]
 Rows = tuple[Payload, Plan, Arrived]
 
 
-class Outlines(NamedTuple):
-    """Results of a dispatch as views of one element: ``empty_like`` takes half of ``empty``."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class DispatchSignature:
+    """What dispatches of one signature share. Tensors are outlines of results, views of one
+    element: ``empty_like`` takes half of ``empty``."""
 
+    tags: tuple[int, int]  # what a call tells the other ranks, without weights and with them
+    padded: bool  # whether experts have blocks of one size
+    num_rows: int  # of the result
     x: Tensor
     scales: Tensor | None
     scale_strides: tuple[int, ...] | None  # of scales by column, else None
@@ -44,16 +49,6 @@ class Outlines(NamedTuple):
     tokens_per_expert: Tensor
     overflow: Tensor | None
     route: Tensor
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class DispatchSignature:
-    """What dispatches of one signature share."""
-
-    tags: tuple[int, int]  # what a call tells the other ranks, without weights and with them
-    padded: bool  # whether experts have blocks of one size
-    num_rows: int  # of the result
-    outlines: Outlines
     launch: Callable[..., Launch]  # (wide, weighted, load_bytes, stages); each made once
 
 
@@ -96,7 +91,7 @@ class Signatures:
         self._splits: Any = np.full(2 * config.world_size + 1, -1)
         tokens = (3 if workspace.sizes.far else 2) * config.max_tokens_per_rank
         self.route_shape = tokens + config.padded_rows, config.num_topk
-        self.refuse = bind_refuse(workspace)
+        self.refuse = workspace.bind(low_refuse_kernel, workspace.sizes)
 
     def dispatch(
         self, payload: Payload, spec: Spec, mode: Quantize | None, by_column: bool = False
@@ -122,11 +117,11 @@ class Signatures:
         return signature
 
     def results(
-        self, signature: DispatchSignature, topk_idx: Tensor, weighted: bool, number: int
+        self, likes: DispatchSignature, topk_idx: Tensor, weighted: bool, number: int
     ) -> Rows:
         """What dispatch ``number`` of this object returns, still to be filled."""
-        like, likes, ints = torch.empty_like, signature.outlines, self._ints
-        blocks, scales, padded = like(likes.blocks), likes.scales, signature.padded
+        like, ints = torch.empty_like, self._ints
+        blocks, scales, padded = like(likes.blocks), likes.scales, likes.padded
         if scales is not None and (strides := likes.scale_strides) is not None:
             scales = scales.new_empty_strided(scales.shape, strides)
         elif scales is not None:
@@ -162,8 +157,8 @@ class Signatures:
                 f"engine 'low_latency' has exact=False with Layout.EXPERT_PADDED or EXPERT_MAJOR "
                 f"only, not {asked}; engines 'nvlink' and 'collective' have"
             )
-        words = metadata_words(self._config.num_topk, self._workspace.far)
-        row = row_layout_of(payload, mode, words)
+        config, workspace = self._config, self._workspace
+        row = row_layout_of(payload, mode, metadata_words(config.num_topk, workspace.far))
         padded, dtype = spec.layout is Layout.EXPERT_PADDED, payload.x.dtype
         sent = row_of(payload, mode)
         if by_column and not (padded and sent.scale_words and sent.scale_dtype.itemsize == 4):
@@ -174,28 +169,20 @@ class Signatures:
                 f"dispatch has {has}: leave it out"
             )
         by_column = by_column and row.scale_words > 1  # see ``results.by_column``
-        self._workspace.check_fits(row, f"rows of {dtype} x {payload.x.shape[1]}")
+        workspace.check_fits(row, f"rows of {dtype} x {payload.x.shape[1]}")
         scaled = payload.scales is not None
         plain, weighted = (
             _tag(_number(fingerprint_of(CallKind(DISPATCH, payload, spec, mode, weighted, scaled))))
             for weighted in (False, True)
         )
-        bind = partial(bind_dispatch, self._workspace, row, mode, dtype, spec, by_column)
+        local, ints, outline = config.num_local_experts, torch.int32, self._outline
+        num_rows, columns = num_result_rows(spec, config, None, 0), config.padded_rows
+        # as Received has them: to view a tensor takes as long as to make one
+        rows = (local, columns) if padded else (num_rows,)
         return DispatchSignature(
             tags=(plain, weighted),
             padded=padded,
-            num_rows=num_result_rows(spec, self._config, None, 0),
-            outlines=self._outlines(sent, spec, by_column),
-            launch=cache(bind),
-        )
-
-    def _outlines(self, sent: RowFormat, spec: Spec, by_column: bool) -> Outlines:
-        config, num_rows = self._config, num_result_rows(spec, self._config, None, 0)
-        local, ints, outline = config.num_local_experts, torch.int32, self._outline
-        columns, padded = config.padded_rows, spec.layout is Layout.EXPERT_PADDED
-        # as Received has them: to view a tensor takes as long as to make one
-        rows = (local, columns) if padded else (num_rows,)
-        return Outlines(
+            num_rows=num_rows,
             x=outline(sent.dtype, *rows, sent.hidden),
             scales=outline(sent.scale_dtype, *rows, sent.num_scales) if sent.scale_words else None,
             scale_strides=(sent.scale_words * columns, 1, columns) if by_column else None,
@@ -205,6 +192,7 @@ class Signatures:
             tokens_per_expert=outline(ints, local),
             overflow=None if spec.capacity is None else outline(ints, 1),
             route=outline(ints, *self.route_shape),
+            launch=cache(partial(bind_dispatch, workspace, row, mode, dtype, spec, by_column)),
         )
 
     def _outline(self, dtype: torch.dtype, *shape: int) -> Tensor:

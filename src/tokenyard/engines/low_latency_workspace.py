@@ -13,13 +13,13 @@ import torch
 from tokenyard.config import Config
 from tokenyard.engines.crossing import crosses_once
 from tokenyard.engines.rings import RowLayout, row_layout_of
-from tokenyard.handle import Spec
+from tokenyard.handle import Plan, Spec
 from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.kernels.sync import WAIT_PHASES
 from tokenyard.limits import check_symmetric
 from tokenyard.memory.nvshmem import puts_are_forced
 from tokenyard.memory.symmetric import SymmetricMemory
-from tokenyard.routing import host_ints
+from tokenyard.routing import host_ints, power_of_two_at_least
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
 
@@ -33,7 +33,6 @@ class LowLatencyTuning:
 
     programs: int  # of every launch, all resident together; at least one per rank
     num_warps: int = 8  # of each program
-    max_registers: int | None = 128  # per thread
     words: int = 4096  # 4-byte words of a row that a dispatch has in flight at once
     sent_channels: int = 8192  # in flight where a combine sums the rows of a token
     added_channels: int = 8192  # and where it adds the sums of ranks
@@ -59,7 +58,7 @@ def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLate
     many = num_ranks * max_tokens > 2 * num_sms
     programs, num_warps = (4 * num_sms, 4) if many else (2 * num_sms, 8)
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= programs - num_ranks)
-    pieces = min(parts, memory_map.PIECES)
+    pieces = min(parts, cast("int", memory_map.PIECES.value))
     return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
 
 
@@ -101,7 +100,8 @@ class Workspace:
     """What an object keeps between calls. Making one is collective.
 
     Attributes:
-        far: whether some pair of ranks may do without mapped memory: those of two nodes.
+        far: whether some pair of ranks may do without mapped memory: those of two nodes. Kernels
+            leave all of it out (``sizes.far``) if none of this rank's does.
         per_node: ranks of a node, if tokens cross once per node; else 0.
 
     Args:
@@ -148,12 +148,10 @@ class Workspace:
         self.region = memory.allocate(self.num_bytes)
         self.status = memory.host_words(8)
         far = self._far_ranks(forced)
-        # without far ranks kernels leave all that out, though there is memory for it
-        sized, network = (config, tuning.programs, tuning.shares), memory.ranks_per_node > 0
-        network = network and any(far)
-        self.sizes = memory_map.sizes_of(*sized, slot_bytes, any(far), network, self.per_node)
-        parts = memory_map.state_parts(*sized, any(far))
-        state = self._first_state(far, memory_map.laid_out(parts)[1] // 8)
+        parts = memory_map.state_parts(config, tuning.programs, tuning.shares, self.far)
+        state_at, state_bytes = memory_map.laid_out(parts)
+        self.sizes = self._sizes(slot_bytes, state_at, any(far))
+        state = self._first_state(far, state_bytes // 8)
         with memory.tensors():
             self.state = torch.empty_like(state, device=memory.device)
             self.active = torch.empty(ranks, dtype=torch.int32, device=memory.device)
@@ -163,6 +161,17 @@ class Workspace:
         self.waited = waited.view(ranks, -1)
         held = self.region.addresses, self.state, self.active
         self.addresses = tuple(tensor.data_ptr() for tensor in held)
+
+    def _sizes(self, slot_bytes: int, state_at: Any, far: bool) -> memory_map.Sizes:
+        config, memory, ranks = self.config, self.memory, self.config.world_size
+        return memory_map.Sizes(
+            ranks=ranks, rank_bins=power_of_two_at_least(max(ranks, 2)),
+            programs=self.tuning.programs, tokens=config.max_tokens_per_rank, topk=config.num_topk,
+            topk_bins=power_of_two_at_least(config.num_topk), experts=config.num_experts,
+            local_experts=config.most_local_experts, slot_bytes=slot_bytes,
+            region=self._laid_out(slot_bytes)[0], state=state_at, far=far,
+            network=far and memory.ranks_per_node > 0, per_node=self.per_node, early=memory.early,
+        )  # fmt: skip
 
     def _first_state(self, far: list[bool], num_words: int) -> torch.Tensor:
         """Local words before the first call, on the host."""
@@ -189,12 +198,18 @@ class Workspace:
     def bind(self, kernel: Any, k: Any) -> Callable[..., None]:
         """A launch of ``kernel`` with the constants ``k``. May wait for the device."""
         programs, num_warps = self.tuning.programs, self.tuning.num_warps
-        most = self.tuning.max_registers
-        return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=most, k=k)
+        return self.memory.bind(kernel, programs, num_warps=num_warps, max_registers=128, k=k)
+
+    def slots_in(self, plan: Plan) -> int:
+        """Address of the result rows of each slot: in ``route``, behind ids and weights."""
+        return plan.route.data_ptr() + 8 * self.sizes.tokens * self.sizes.topk
 
     def bytes_for(self, slot_bytes: int) -> int:
         """Symmetric memory of a rank with slots of this size."""
-        return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes, self.far))[1]
+        return self._laid_out(slot_bytes)[1]
+
+    def _laid_out(self, slot_bytes: int) -> tuple[Any, int]:
+        return memory_map.laid_out(memory_map.region_parts(self.config, slot_bytes, self.far))
 
     def check_fits(self, row: RowLayout, what: str) -> None:
         """Raise ValueError, with the ``buffer_bytes`` it takes, if a row fits into no slot."""

@@ -2,9 +2,8 @@
 """Low-latency combine: the experts' rows of one token are summed where they are, one row goes back
 per (token, rank), and the token's owner adds by rank.
 
-Grid ``programs`` in every launch. The stages, send and receive, are one launch or two. Example:
-token 2 of rank 1 went to ranks 0 and 1. Rank 0 writes its sum to slot (0, 2) of rank 1, rank 1 its
-own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
+Example: token 2 of rank 1 went to ranks 0 and 1. Rank 0 writes its sum to slot (0, 2) of rank 1,
+rank 1 its own to slot (1, 2); rank 1 adds slots (0, 2) and (1, 2) and rounds.
 
 Who publishes what, and who may read it when:
 
@@ -21,8 +20,7 @@ Who publishes what, and who may read it when:
    ends only when all have come to the call. If asked, the first share's program also tells what the
    sum lacks.
 
-Why a slot may be reused: as in ``kernels/low_latency_dispatch.py``; dispatches and combines share
-the numbers of calls.
+Why a slot may be reused: as in ``kernels/low_latency_dispatch.py``.
 """
 
 from __future__ import annotations
@@ -34,28 +32,24 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import count_packed, first_put, is_far, tell_or_put, via_of
-from tokenyard.kernels.low_latency_far_combine import (
-    put_sums, put_weights, stage_weights, wait_chunks, wait_far_weights,
-)  # fmt: skip
-from tokenyard.kernels.low_latency_lost import merged_ids, owner_weights, sums_of, tell_lost
 from tokenyard.kernels.low_latency_memory import (
-    ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, slots_in,
-    staged_of, weight_of, with_call,
+    ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, staged_of,
+    weight_of, with_call,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_rail import is_handed_on, source_of
-from tokenyard.kernels.low_latency_rail_combine import hand_back, sum_of_node, sum_rows
+from tokenyard.kernels.low_latency_rail import hand_back, is_handed_on, source_of, sum_of_node
+from tokenyard.kernels.low_latency_sums import (
+    load_sum, load_sum_of, merged_ids, owner_weights, places_of, put_sums, put_weights,
+    stage_weights, sum_rows, sums_of, tell_lost, wait_chunks, weigh,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_waits import (
-    Call, agree, are_active, in_same_call, is_active, leave_out, tell, wait_counts, wait_flags,
-    wait_weights,
+    agree, are_active, is_active, next_call, tell, wait_flags, wait_for_ranks,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import add_term
-from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
-from tokenyard.rows import address
 
 
 class CombineConfig(NamedTuple):
@@ -71,12 +65,12 @@ class CombineConfig(NamedTuple):
     weighted: int  # 0: no; 1: by ``weights [rows]``; 2: by the owner's ``weights [T, K]``
     bias0: Any  # dtypes; None: there is none
     bias1: Any
-    kept_at: int  # bytes of a slot before the picks that a sum has; 0: there is no capacity
+    # bytes of a slot before int32 [K]: which of the token's picks are in the sum; 0: no capacity
+    kept_at: int
     sum_bytes: int  # from one sum for a far rank to the next
     chunk_rows: int  # sums for a far rank that one program puts
     lost: bool  # told what sums lack
     stages: Stages
-    early: bool  # programs may be set up while the launch before still runs
 
 
 class Sent(NamedTuple):
@@ -113,12 +107,11 @@ def _send_weights(sent, t, call, sizes: tl.constexpr):
     owner = owner_of(ids, sizes.experts, sizes.ranks)
     via = via_of(owner, call.rank, sizes)  # of a node all ranks get them
     goes = via[None, :] == via_of(r, call.rank, sizes)[:, None]
-    goes = tl.max(goes.to(tl.int32), axis=1)
-    chosen = goes > 0
+    chosen = tl.max(goes.to(tl.int32), axis=1) > 0
     goes = are_active(call.active, r, chosen)
     if sizes.far:
         far = is_far(call.state, r, sizes)
-        stage_weights(sent, t, word, owner, call, sizes)
+        stage_weights(sent, t, word, owner, via, chosen, call, sizes)
         count_packed(call.state, WEIGHTS, r, far & chosen, sizes)
         goes = goes & (far == 0)
     bases = tl.load(words(call.regions) + r, mask=goes, other=0)
@@ -133,10 +126,7 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
     """Step 3 for token ``t`` of rank ``s``, or row number ``t`` of a far one, unless that rank is
     left out."""
     sizes: tl.constexpr = k.sizes
-    topk: tl.constexpr = sizes.topk
-    pick = tl.arange(0, sizes.topk_bins)
-    table = ints(sent.slots) + (s * sizes.tokens + t).to(tl.int64) * topk
-    place = tl.load(table + pick, mask=pick < topk, other=-1)
+    place = places_of(sent, s, t, sizes)
     base = peer_base(call.regions, s)
     here = is_active(call.active, s)  # meanwhile
     ok = here & (tl.max(place) >= 0)
@@ -144,19 +134,12 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
     if sizes.far:  # all rows of a far rank go back, so that they keep their order
         far = is_far(call.state, s, sizes)
         near = here & (far == 0)
-        came = far & (tl.sum(tl.where(pick == 0, place, 0)) != -1)
+        first = tl.sum(tl.where(tl.arange(0, sizes.topk_bins) == 0, place, 0))
+        came = far & (first != -1)
         ok = ok | (here & came)
     if near & (tl.max(place) < 0) & (tl.min(place) == -2):  # no capacity, but the owner waits
         tell(flag_of(base, call.parity, call.rank, t, sizes), 2 * call.number, s >= 0)
-    weight = place * 0.0
-    if k.weighted == 2:
-        if ok:
-            if sizes.far:
-                wait_far_weights(s, call, sizes)
-            at = weight_of(peer_base(call.regions, call.rank), call.parity, s, t, sizes) + pick
-            ok, weight = wait_weights(at, pick < topk, s, call, sizes)
-    if k.weighted == 1:
-        weight = tl.load(floats(sent.weights) + place, mask=place >= 0, other=0.0)
+    ok, weight = weigh(sent, s, t, place, ok, call, True, k)
     if ok:
         slot = slot_of(base, call.parity, call.rank, t, sizes)
         if sizes.far:
@@ -165,13 +148,10 @@ def _send_sum(sent, s, t, call, k: tl.constexpr):
         sum_rows(sent, slot, place, weight, k)
         tl.debug_barrier()
         flag = flag_of(base, call.parity, call.rank, t, sizes)
-        told = None
-        if sizes.far:
-            told = near
+        told = near if sizes.far else None
         tl.atomic_max(flag, 2 * call.number + 1, mask=told, sem="release", scope="sys")
-    if sizes.far:
-        if came:
-            count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)
+    if sizes.far and came:
+        count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)
 
 
 @triton.jit
@@ -188,32 +168,21 @@ def _send_in_node(sent, s, t, call, k: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_nodes(mine, sums, got, t, w, call, k: tl.constexpr):
+def _sum_of_nodes(sums, got, w, call, k: tl.constexpr):
     """Where rows cross once per node: sums of my node's ranks, then of nodes, each by a rail."""
     sizes: tl.constexpr = k.sizes
     P: tl.constexpr = sizes.per_node
     r, me = tl.arange(0, sizes.rank_bins), call.rank
     own = tl.zeros((k.added_block,), tl.float32)
     for i in tl.static_range(P):
-        own = own + _sum_of(r == me // P * P + i, sums, got, w, k)
+        own = own + load_sum_of(r == me // P * P + i, sums, got, w, k)
     total = tl.zeros((k.added_block,), tl.float32)
     for n in tl.static_range(sizes.ranks // P):
         node = own.to(k.dtype).to(tl.float32)
         if n != me // P:
-            node = _sum_of(r == n * P + me % P, sums, got, w, k)
+            node = load_sum_of(r == n * P + me % P, sums, got, w, k)
         total = total + node
     return total
-
-
-@triton.jit
-def _sum_of(rank, sums, got, w, k: tl.constexpr):
-    """Channels ``w`` of what the ``rank`` (a mask) has put at ``sums``, if it is among the ``got``;
-    zeros if not."""
-    there = tl.sum(tl.where(rank, got, 0)) > 0
-    row = tl.sum(tl.where(rank, sums, 0)).to(tl.pointer_type(k.dtype))
-    inside = there & (w < k.hidden)
-    v = tl.load(tl.multiple_of(row, 16) + w, mask=inside, other=0.0, cache_modifier=".cg")
-    return tl.where(there, v.to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -227,10 +196,7 @@ def _sum_of_ranks(mine, sums, got, t, w, call, k: tl.constexpr):
         slot = slot_of(mine, call.parity, d, t, k.sizes)
         if k.sizes.far:
             slot = tl.sum(tl.where(r == d, sums, 0))
-        row = slot.to(tl.pointer_type(k.dtype))
-        inside = there & (w < k.hidden)
-        v = tl.load(tl.multiple_of(row, 16) + w, mask=inside, other=0.0, cache_modifier=".cg")
-        total = total + tl.where(there, v.to(tl.float32), 0.0)
+        total = total + load_sum(slot, there, w, k)
     return total
 
 
@@ -246,11 +212,9 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
     owner = via_of(owner_of(ids, sizes.experts, sizes.ranks), call.rank, sizes)
     goes = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0
     here = are_active(call.active, r, goes)
-    flags, slots = flag_of(mine, call.parity, r, t, sizes), 0
-    if sizes.far:
-        first = tl.where(is_far(call.state, r, sizes), 0, t)
-        flags = flag_of(mine, call.parity, r, first, sizes)
-        slots = sums_of(sent, mine, t, owner, call, k)
+    first = tl.where(is_far(call.state, r, sizes), 0, t) if sizes.far else t
+    flags = flag_of(mine, call.parity, r, first, sizes)
+    slots = sums_of(sent, mine, t, owner, call, k)
     want = 2 * call.number
     seen = wait_flags(flags, want, here, r, call, sizes)
     if sizes.far:
@@ -262,7 +226,7 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
     for w0 in range(share * k.share, tl.minimum(share * k.share + k.share, H), k.added_block):
         w = w0 + tl.arange(0, k.added_block)
         if sizes.per_node:
-            total = _sum_of_nodes(mine, slots, got, t, w, call, k)
+            total = _sum_of_nodes(slots, got, w, call, k)
         else:
             total = _sum_of_ranks(mine, slots, got, t, w, call, k)
         at = t.to(tl.int64) * H + w
@@ -270,23 +234,8 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         total = add_term(total, sent.bias1, k.bias1, at, w < H)
         sums = tl.multiple_of(result.sums.to(tl.pointer_type(k.dtype)), 16)
         tl.store(sums + at, total.to(k.dtype), mask=w < H)
-    if k.lost:
-        if share == 0:
-            tell_lost(sent, result.lost, got, t, num_tokens, call, k)
-
-
-@triton.jit
-def _lead(waits, tag, call, k: tl.constexpr):
-    """Wait until all ranks have come to the call."""
-    sizes: tl.constexpr = k.sizes
-    r = tl.arange(0, sizes.rank_bins)
-    here = are_active(call.active, r, r < sizes.ranks)
-    mine = peer_base(call.regions, call.rank)
-    tags_at = count_of(mine, call.parity, r, sizes.local_experts, sizes)
-    _, tags, there = wait_counts(
-        tags_at[:, None], here[:, None], tags_at, here, r, waits, call, sizes
-    )
-    leave_out(call.active, r, here & (in_same_call(call.state, tags, there, tag, r) == 0))
+    if k.lost and share == 0:
+        tell_lost(sent, result.lost, got, t, num_tokens, call, k)
 
 
 @triton.jit(repr=shown_as("low_latency::combine"))
@@ -301,50 +250,42 @@ def low_combine_kernel(
     M: tl.constexpr = sizes.tokens
     pid = tl.program_id(0)
     me, num_tokens = rank.to(tl.int32), num_tokens.to(tl.int32)
-    follow(k.early)
-    number = tl.load(epoch_of(state, pid, sizes)) + 1
-    parity = (number % 2).to(tl.int32)
-    call = Call(
-        regions=regions, state=state, active=active, number=number, parity=parity, rank=me,
-        timeout=timeout,
-    )  # fmt: skip
+    follow(sizes.early)
+    call = next_call(regions, state, active, me, timeout, sizes)
     if k.stages.send:
         if pid >= P - R:
             to = (me + P - 1 - pid) % R
             if is_active(active, to):
-                at = count_of(peer_base(regions, to), parity, me, sizes.local_experts, sizes)
+                at = count_of(peer_base(regions, to), call.parity, me, sizes.local_experts, sizes)
                 if sizes.far:
-                    tell_or_put(at, to, with_call(number, tag), call, sizes)
+                    tell_or_put(at, to, with_call(call.number, tag), call, sizes)
                 else:
-                    tell(at, with_call(number, tag), to >= 0)
+                    tell(at, with_call(call.number, tag), to >= 0)
         if k.weighted == 2:
             for token in range(pid, num_tokens, P):
                 _send_weights(sent, token + 0, call, sizes)
-            if sizes.far:
-                if pid >= P - R:
-                    put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
+            if sizes.far and pid >= P - R:
+                put_weights(sent, num_tokens, (me + P - 1 - pid) % R, call, sizes)
         for u in range(pid, R * M, P):
             if sizes.per_node:
                 _send_in_node(sent, (u // M + me) % R, u % M, call, k)
             else:
                 _send_sum(sent, (u // M + me) % R, u % M, call, k)
-        if sizes.far:
-            if not sizes.per_node:
-                for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
-                    put_sums(sent, (me + 1 + u) % R, u // R, call, k)
+        if sizes.far and not sizes.per_node:
+            for u in range(first_put(pid, sizes), R * tl.cdiv(M, k.chunk_rows), P):
+                put_sums(sent, (me + 1 + u) % R, u // R, call, k)
     if k.stages.receive:
-        if sizes.per_node:
-            if pid < P - 1:  # all but the leader, which waits for other ranks too
-                for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
-                    sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
-                for u in range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1):
-                    put_sums(sent, (me + 1 + u) % R, u // R, call, k)
+        if sizes.per_node and pid < P - 1:  # but for the leader, which waits for other ranks too
+            for u in range(pid, (R // sizes.per_node - 1) * M, P - 1):
+                sum_of_node(sent, source_of(u // M, me, sizes), u % M, call, k)
+            for u in range(pid, R * tl.cdiv(M, k.chunk_rows), P - 1):
+                put_sums(sent, (me + 1 + u) % R, u // R, call, k)
         if pid == P - 1:
-            _lead(result.waits, tag, call, k)
+            wait_for_ranks(tag, result.waits, call, sizes)
         for u in range(pid, num_tokens * k.shares, P):
             _add_rows(sent, result, u // k.shares, u % k.shares, num_tokens, call, k)
         tl.debug_barrier()
-        tl.store(epoch_of(state, pid, sizes), number)
+        tl.store(epoch_of(state, pid, sizes), call.number)
 
 
 # The host's side
@@ -366,21 +307,6 @@ def bind_combine(
         kept_at=row_layout.payload_bytes if row_layout.meta_words else 0,
         sum_bytes=row_layout.slot_bytes,
         chunk_rows=tuning.chunk_rows(row_layout.slot_bytes, workspace.config.max_tokens_per_rank),
-        lost=lost and stages.receive, stages=stages, early=workspace.memory.early,
+        lost=lost and stages.receive, stages=stages,
     )  # fmt: skip
     return workspace.bind(low_combine_kernel, k)
-
-
-def combine_arguments(
-    workspace: Any, *, rows: Any, plan: Any, weights: Any, bias: tuple[Any, ...], sums: Any,
-    lost: Any, waits: Any, timeout: int, tag: int,
-) -> tuple[Any, ...]:  # fmt: skip
-    """What a launch is given. ``timeout``: nanoseconds."""
-    route, biases = plan.route.data_ptr(), (*map(address, bias), 0, 0)
-    sent = Sent(
-        rows=rows.data_ptr(), slots=slots_in(route, workspace.sizes), weights=address(weights),
-        merged=route, first_pick=plan.first_pick.data_ptr(), bias0=biases[0], bias1=biases[1],
-    )  # fmt: skip
-    result = CombineResult(sums=sums.data_ptr(), waits=address(waits), lost=address(lost))
-    tokens, rank = plan.first_pick.shape[0], workspace.config.rank
-    return *workspace.addresses, sent, result, timeout, tag, rank, tokens

@@ -34,14 +34,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import is_far
-from tokenyard.kernels.low_latency_memory import PIECES, flag_of, packed_of, slot_of
-from tokenyard.kernels.low_latency_waits import are_active, is_active, tell, wait_row
+from tokenyard.kernels.low_latency_far import count_packed, is_far
+from tokenyard.kernels.low_latency_memory import (
+    PIECES, ROWS, flag_of, packed_of, slot_of, staged_of,
+)  # fmt: skip
+from tokenyard.kernels.low_latency_sums import load_sum_of, places_of, sum_rows, weigh
+from tokenyard.kernels.low_latency_waits import (
+    are_active, is_active, look, tell, wait_flags, wait_row,
+)  # fmt: skip
 from tokenyard.kernels.payload import as_words
-from tokenyard.kernels.region import owner_of, peer_base
+from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
 
-_PIECES = tl.constexpr(PIECES)
 LOST = tl.constexpr(2)
 """Above ``2 * call``: a flag that says that the row may exist, and does not come."""
 
@@ -64,13 +68,6 @@ def is_handed_on(rank, call, sizes: tl.constexpr):
     """Whether ``rank`` is far, and its rows come through a neighbour."""
     other = rank % sizes.per_node != call.rank % sizes.per_node
     return is_far(call.state, rank, sizes) & other
-
-
-@triton.jit
-def have_rails(ranks, present, call, sizes: tl.constexpr):
-    """Those of the ranks ``present`` whose rows may come: their rail is not left out."""
-    rail = tl.where(is_far(call.state, ranks, sizes), rail_of(ranks, call.rank, sizes), ranks)
-    return are_active(call.active, rail, present)
 
 
 @triton.jit
@@ -122,10 +119,79 @@ def hand_on(s, t, call, k: tl.constexpr):
 @triton.jit
 def tell_lost_rows(to, call, sizes: tl.constexpr):
     """Of a refused call: neighbour ``to`` gets nothing through this rank, and no sums from it."""
-    N: tl.constexpr = sizes.tokens * _PIECES
+    N: tl.constexpr = sizes.tokens * PIECES
     base, i = peer_base(call.regions, to), tl.arange(0, 256)
     told = (i * 0).to(tl.int64) + 2 * call.number + LOST
     for u in range(0, sizes.ranks // sizes.per_node - 1):
         flags = flag_of(base, call.parity, source_of(u + 0, call.rank, sizes), 0, sizes)
         for j in range(0, N, 256):
             tell(flags + j + i, told, j + i < N)
+
+
+@triton.jit
+def hand_back(sent, s, t, call, k: tl.constexpr):
+    """Step 2 for row number ``t`` of far rank ``s``, which a neighbour has handed on."""
+    sizes: tl.constexpr = k.sizes
+    rail = rail_of(s, call.rank, sizes)
+    at = rail_of(call.rank, s, sizes)  # of s's node, with my local index
+    here = is_active(call.active, rail)
+    place = places_of(sent, s, t, sizes)
+    ok, weight = weigh(sent, s, t, place, here & is_active(call.active, s), call, False, k)
+    ok = ok & (tl.max(place) >= 0)
+    base = peer_base(call.regions, rail)
+    if ok:
+        sum_rows(sent, slot_of(base, call.parity, at, t, sizes), place, weight, k)
+    tl.debug_barrier()
+    flag, told = flag_of(base, call.parity, at, t, sizes), 2 * call.number + ok.to(tl.int64)
+    tl.atomic_max(flag, told, mask=here, sem="release", scope="sys")
+
+
+@triton.jit
+def _add_neighbours(slot, s, t, call, k: tl.constexpr):
+    """Add to the own sum in ``slot`` those of the neighbours for row number ``t`` of far rank
+    ``s``."""
+    sizes: tl.constexpr = k.sizes
+    P: tl.constexpr = sizes.per_node
+    H: tl.constexpr = k.hidden
+    me, mine = call.rank, peer_base(call.regions, call.rank)
+    r, pick = tl.arange(0, sizes.rank_bins), tl.arange(0, sizes.topk_bins)
+    here = are_active(call.active, r, neighbours(r, me, sizes))
+    at = rail_of(r, s, sizes)
+    flags, want = flag_of(mine, call.parity, at, t, sizes), 2 * call.number
+    seen = wait_flags(flags, want, here, r, call, sizes)
+    got = here & (seen > want)
+    got = got & (look(flags, got) == want + 1)  # not LOST
+    got = got | (r == me)
+    slots = tl.where(r == me, slot, slot_of(mine, call.parity, at, t, sizes))
+    for w0 in range(0, H, k.added_block):
+        w = w0 + tl.arange(0, k.added_block)
+        total = tl.zeros((k.added_block,), tl.float32)
+        for i in tl.static_range(P):
+            d = me // P * P + i
+            total = total + load_sum_of(r == d, slots, got.to(tl.int32), w, k)
+        to = tl.multiple_of(slot.to(tl.pointer_type(k.dtype)), 16)
+        tl.debug_barrier()  # the own sum is read
+        tl.store(to + w, total.to(k.dtype), mask=w < H)
+    kept_at = ints(slots + k.kept_at)[:, None] + pick[None, :]
+    there = got[:, None] & (pick < sizes.topk)[None, :]
+    kept = tl.max(tl.load(kept_at, mask=there, other=0, cache_modifier=".cg"), axis=0)
+    tl.debug_barrier()
+    tl.store(ints(slot + k.kept_at) + pick, kept, mask=pick < sizes.topk)
+
+
+@triton.jit
+def sum_of_node(sent, s, t, call, k: tl.constexpr):
+    """Step 3 for row number ``t`` of far rank ``s``, which is on my rail."""
+    sizes: tl.constexpr = k.sizes
+    pick = tl.arange(0, sizes.topk_bins)
+    ok, place = s >= 0, places_of(sent, s, t, sizes)
+    ok, weight = weigh(sent, s, t, place, ok & is_active(call.active, s), call, False, k)
+    came = tl.sum(tl.where(pick == 0, place, 0)) != -1
+    if came:
+        if ok:
+            mine = peer_base(call.regions, call.rank)
+            slot = staged_of(mine, call.parity, s, t, k.sum_bytes, sizes)
+            sum_rows(sent, slot, place, weight, k)
+            tl.debug_barrier()
+            _add_neighbours(slot, s, t, call, k)
+        count_packed(call.state, ROWS + t // k.chunk_rows, s, came, sizes)

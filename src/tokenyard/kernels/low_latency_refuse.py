@@ -2,39 +2,25 @@
 """A call that this rank refuses. It tells all peers that it brings nothing, so that none waits for
 it, and waits until all have come to the call.
 
-Grid ``programs``, as in every low-latency launch. Counts are 0 and carry the tag 0, which fits
-every call; all flags become ``2 * call``; weights are zeros.
+Counts are 0 and carry the tag 0, which fits every call; all flags become ``2 * call``; weights are
+zeros.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import is_far, put_far, takes_rows
 from tokenyard.kernels.low_latency_memory import (
-    PIECES, RANK, ROWS, WEIGHTS, Sizes, arrival_of, count_of, counts_out_of, epoch_of, flag_of,
-    weight_of, weights_out_of, with_call,
+    PIECES, ROWS, WEIGHTS, arrival_of, count_of, counts_out_of, epoch_of, flag_of, weight_of,
+    weights_out_of, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_rail import tell_lost_rows
-from tokenyard.kernels.low_latency_waits import (
-    Call, are_active, is_active, leave_out, tell, wait_counts,
-)  # fmt: skip
+from tokenyard.kernels.low_latency_waits import is_active, next_call, tell, wait_for_ranks
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import peer_base
-from tokenyard.kernels.sync import follow, words
-
-_PIECES = tl.constexpr(PIECES)
-
-
-class RefuseConfig(NamedTuple):
-    """What is known of a refusal when its kernel is compiled."""
-
-    sizes: Sizes
-    early: bool  # programs may be set up while the launch before still runs
+from tokenyard.kernels.sync import follow
 
 
 @triton.jit
@@ -46,17 +32,16 @@ def _tell_nothing(to, call, sizes: tl.constexpr):
     for e in range(0, sizes.local_experts + 1, 256):
         at = count_of(base, parity, me, e + i, sizes)
         tell(at, with_call(number, (i * 0).to(tl.int64)), e + i <= sizes.local_experts)
-    for j in range(0, M * _PIECES, 256):
+    for j in range(0, M * PIECES, 256):
         none = (i * 0).to(tl.int64) + 2 * number
-        tell(flag_of(base, parity, me, 0, sizes) + j + i, none, j + i < M * _PIECES)
+        tell(flag_of(base, parity, me, 0, sizes) + j + i, none, j + i < M * PIECES)
     for j in range(0, M * sizes.topk, 256):
         to_weights = weight_of(base, parity, me, 0, sizes) + j + i
         inside = j + i < M * sizes.topk
         none = _zero_weights(number, i)
         tl.atomic_xchg(to_weights, none, mask=inside, sem="relaxed", scope="sys")
-    if sizes.per_node:
-        if to != me:
-            tell_lost_rows(to, call, sizes)
+    if sizes.per_node and to != me:
+        tell_lost_rows(to, call, sizes)
 
 
 @triton.jit
@@ -83,62 +68,26 @@ def _put_nothing(to, call, sizes: tl.constexpr):
     there, rest = weight_of(mine, parity, me, 0, sizes), to * 0
     arrival = arrival_of(mine, parity, me, WEIGHTS, sizes)
     put_far(call, to, there, weights, rest + 8 * N, arrival, none, sizes)
-    if sizes.per_node:
-        if takes_rows(to, call, sizes):
-            _put_no_rows(to, mine, none, rest, call, sizes)
-    else:
-        _put_no_rows(to, mine, none, rest, call, sizes)
-
-
-@triton.jit
-def _put_no_rows(to, mine, none, rest, call, sizes: tl.constexpr):
-    """Word to far rank ``to`` that there are no rows and no sums."""
-    number, parity, me = call.number, call.parity, call.rank
-    arrival = arrival_of(mine, parity, me, ROWS, sizes)
-    put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
-    flag = flag_of(mine, parity, me, 0, sizes)
-    put_far(call, to, flag, flag, rest, flag, 2 * number, sizes)
+    if not sizes.per_node or takes_rows(to, call, sizes):
+        arrival = arrival_of(mine, parity, me, ROWS, sizes)
+        put_far(call, to, arrival, arrival, rest, arrival, none, sizes)
+        flag = flag_of(mine, parity, me, 0, sizes)
+        put_far(call, to, flag, flag, rest, flag, 2 * number, sizes)
 
 
 @triton.jit(repr=shown_as("low_latency::refuse"))
 def low_refuse_kernel(regions, state, active, timeout, k: tl.constexpr):
-    """See the module. ``k`` is a :class:`RefuseConfig`."""
-    sizes: tl.constexpr = k.sizes
+    """See the module. ``k``: :class:`Sizes`; ``timeout`` is in nanoseconds."""
     pid = tl.program_id(0)
     follow(k.early)
-    number = tl.load(epoch_of(state, pid, sizes)) + 1
-    parity = (number % 2).to(tl.int32)
-    me = tl.load(words(state) + RANK).to(tl.int32)
-    call = Call(
-        regions=regions, state=state, active=active, number=number, parity=parity, rank=me,
-        timeout=timeout,
-    )  # fmt: skip
-    to = (me + sizes.programs - 1 - pid) % sizes.ranks
-    if (pid >= sizes.programs - sizes.ranks) & is_active(active, to):
-        if sizes.far:
-            if is_far(state, to, sizes):
-                _put_nothing(to, call, sizes)
-            else:
-                _tell_nothing(to, call, sizes)
+    call = next_call(regions, state, active, None, timeout, k)
+    to = (call.rank + k.programs - 1 - pid) % k.ranks
+    if (pid >= k.programs - k.ranks) & is_active(active, to):
+        if k.far and is_far(state, to, k):
+            _put_nothing(to, call, k)
         else:
-            _tell_nothing(to, call, sizes)
-    if pid == sizes.programs - 1:
-        r = tl.arange(0, sizes.rank_bins)
-        here = are_active(active, r, r < sizes.ranks)
-        at = count_of(peer_base(regions, me), parity, r, sizes.local_experts, sizes)
-        _, _, there = wait_counts(
-            at[:, None], here[:, None], at, here, r, call.number * 0, call, sizes
-        )
-        leave_out(active, r, here & (there == 0))
+            _tell_nothing(to, call, k)
+    if pid == k.programs - 1:
+        wait_for_ranks(None, call.number * 0, call, k)
     tl.debug_barrier()
-    tl.store(epoch_of(state, pid, sizes), number)
-
-
-# The host's side
-
-
-def bind_refuse(workspace: Any) -> Callable[..., None]:
-    """Compile and load the kernel, a function of ``workspace.addresses`` and the timeout (ns). May
-    wait for the device."""
-    k = RefuseConfig(sizes=workspace.sizes, early=workspace.memory.early)
-    return workspace.bind(low_refuse_kernel, k)
+    tl.store(epoch_of(state, pid, k), call.number)

@@ -1,6 +1,8 @@
 # pyright: basic
 """The sending stage of a low-latency dispatch. What it publishes, and who may read it when:
-``kernels/low_latency_dispatch.py``. ``k`` is its ``DispatchConfig``."""
+``kernels/low_latency_dispatch.py``. ``k`` is its ``DispatchConfig``.
+
+Picks out of range count as -1. A repeated pick of a token is merged into the first."""
 
 from __future__ import annotations
 
@@ -14,16 +16,118 @@ from tokenyard.kernels.low_latency_memory import (
     BAD_AT, BAD_VALUE, ROWS, STATUS, arrival_of, count_of, counts_out_of, flag_of, numbers_of,
     packed_of, slot_of, staged_of, with_call,
 )  # fmt: skip
-from tokenyard.kernels.low_latency_picks import (
-    columns_of, merged, merged_weights, picks_at, tokens_before, tokens_between, tokens_per_expert,
-)  # fmt: skip
 from tokenyard.kernels.low_latency_waits import are_active, is_active, tell
 from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import first_expert, ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
 
-_BAD_AT, _BAD_VALUE = tl.constexpr(BAD_AT), tl.constexpr(BAD_VALUE)
+
+# Picks of this rank's tokens
+
+
+@triton.jit
+def _picks_at(tokens, k: tl.constexpr):
+    return tokens.picks.to(tl.pointer_type(tl.int64 if k.wide else tl.int32))
+
+
+@triton.jit
+def _merged(ids, bins: tl.constexpr):
+    """Picks ``ids [bins]`` of a token with repeated ones as -1; and for each the pick that it was
+    merged into."""
+    k = tl.arange(0, bins)
+    first = tl.min(tl.where(ids[:, None] == ids[None, :], k[None, :], bins), axis=1)
+    first = tl.where(ids < 0, k, first)
+    return tl.where(first == k, ids, -1), first
+
+
+@triton.jit
+def merged_weights(topk_weights, t, merged, first, sizes: tl.constexpr):
+    """Weights ``[topk_bins]`` of token ``t``'s merged picks, added in pick order."""
+    k = tl.arange(0, sizes.topk_bins)
+    row = topk_weights.to(tl.pointer_type(tl.float32)) + t.to(tl.int64) * sizes.topk
+    total = tl.where(merged < 0, 0.0, tl.load(row + k, mask=k < sizes.topk, other=0.0))
+    if tl.max(((first != k) & (k < sizes.topk)).to(tl.int32)) > 0:
+        for j in range(1, sizes.topk):
+            here = j + 0
+            into = tl.sum(tl.where(k == here, first, 0))
+            total += tl.where((k == into) & (into != here), tl.load(row + here), 0.0)
+    return total
+
+
+@triton.jit
+def _columns_of(tokens, start, end, k: tl.constexpr):
+    """Picks of the tokens from ``start`` on before ``end``: ``topk`` tensors ``[k.counted]``. The
+    loads are under way; none is waited for."""
+    t = start + tl.arange(0, k.counted)
+    row = _picks_at(tokens, k) + t.to(tl.int64) * k.sizes.topk
+    columns = ()
+    for j in tl.static_range(k.sizes.topk):
+        column = tl.load(row + j, mask=t < end, other=-1)
+        columns = columns + (column,)  # noqa: RUF005 (kernels cannot unpack)
+    return columns
+
+
+@triton.jit
+def _tokens_with(columns, wanted, me, BY_RANK: tl.constexpr, k: tl.constexpr):
+    """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks to
+    which rows go: int32 ``[k.counted, topk_bins]``.
+
+    Nothing is reduced: that would cost as much as many comparisons.
+    """
+    sizes: tl.constexpr = k.sizes
+    same = tl.zeros((k.counted, sizes.topk_bins), tl.int1)
+    for j in tl.static_range(sizes.topk):
+        outside = (columns[j] < 0) | (columns[j] >= sizes.experts)
+        theirs = tl.where(outside, -1, columns[j]).to(tl.int32)
+        if BY_RANK:
+            theirs = via_of(owner_of(theirs, sizes.experts, sizes.ranks), me, sizes)
+        same = same | (theirs[:, None] == wanted[None, :])
+    return same.to(tl.int32)
+
+
+@triton.jit
+def _tokens_before(tokens, columns, wanted, t, me, BY_RANK: tl.constexpr, k: tl.constexpr):
+    """The same of all tokens before ``t``: how many. ``columns``: picks of the first ones."""
+    before = _tokens_with(columns, wanted, me, BY_RANK, k)
+    for t0 in range(k.counted, t, k.counted):
+        before += _tokens_with(_columns_of(tokens, t0, t, k), wanted, me, BY_RANK, k)
+    return tl.sum(before, axis=0)
+
+
+@triton.jit
+def _all_of(tensors, number: tl.constexpr):
+    """``number`` tensors, a power of two, as one, in any order."""
+    if number == 1:
+        return tl.ravel(tensors[0])
+    else:
+        pairs = ()
+        for i in tl.static_range(number // 2):
+            pairs = pairs + (tl.join(tensors[2 * i], tensors[2 * i + 1]),)  # noqa: RUF005
+        return _all_of(pairs, number // 2)
+
+
+@triton.jit
+def _tokens_per_expert(columns, first, end, k: tl.constexpr):
+    """Tokens for each expert of ``first`` .. ``end - 1``, ``[expert_bins]``; and whether each token
+    has one of them, ``[k.counted]``."""
+    bins: tl.constexpr = k.expert_bins
+    goes, bins_of = tl.zeros((k.counted,), tl.int1), ()
+    for j in tl.static_range(k.sizes.topk_bins):
+        if j < k.sizes.topk:
+            there = (columns[j] >= first) & (columns[j] < end)
+            goes = goes | there
+            for i in tl.static_range(j):  # an expert that is picked again counts once
+                there = there & (columns[i] != columns[j])
+            chosen = tl.where(there, columns[j] - first, bins).to(tl.int32)
+        else:
+            chosen = tl.full((k.counted,), bins, tl.int32)
+        bins_of = bins_of + (chosen,)  # noqa: RUF005
+    flat = _all_of(bins_of, k.sizes.topk_bins)
+    return tl.histogram(flat, bins, mask=flat < bins), goes
+
+
+# Send
 
 
 @triton.jit
@@ -37,44 +141,30 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     base = peer_base(call.regions, to)
     e = tl.arange(0, k.expert_bins)
     counts = tl.zeros((k.expert_bins,), tl.int32)
-    if sizes.far:
-        far = is_far(call.state, to, sizes)
-        near = far == 0
+    far = is_far(call.state, to, sizes) if sizes.far else False
+    near = far == 0
     for t0 in range(0, M, k.counted):
-        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, sizes.topk, k.wide)
-        more, goes = tokens_per_expert(columns, first, end, k.counted, k.expert_bins, sizes)
+        columns = _columns_of(tokens, t0, num_tokens, k)
+        more, goes = _tokens_per_expert(columns, first, end, k)
         counts += more
         t = t0 + tl.arange(0, k.counted)
         flags = flag_of(base, call.parity, call.rank, t, sizes)
         pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
         none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
-        if sizes.far:
-            tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
-        else:
-            tell(pieces, none, ((t < M) & (goes == 0))[:, None])
+        tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
     counts_at = count_of(base, call.parity, call.rank, e, sizes)
     counts = with_call(call.number, counts.to(tl.int64))
     tag_at = count_of(base, call.parity, call.rank, sizes.local_experts, sizes)
-    if sizes.far:
-        tell(counts_at, counts, near & (e < sizes.local_experts))
-        tell(tag_at, with_call(call.number, tag), near)
-        if far:
-            _put_counts(counts, tag, e, to, call, k)
-    else:
-        tell(counts_at, counts, e < sizes.local_experts)
-        tell(tag_at, with_call(call.number, tag), to >= 0)
-
-
-@triton.jit
-def _put_counts(counts, tag, e, to, call, k: tl.constexpr):
-    """Counts of the local experts ``e`` of far rank ``to``, with the tag as their signal."""
-    sizes: tl.constexpr = k.sizes
-    L: tl.constexpr = sizes.local_experts
-    mine = peer_base(call.regions, call.rank)
-    here = counts_out_of(mine, call.parity, to, 0, sizes)
-    tl.store(here + e, counts, mask=e < L)
-    there = count_of(mine, call.parity, call.rank, 0, sizes)
-    put_far(call, to, there, here, to * 0 + 8 * L, there + L, with_call(call.number, tag), sizes)
+    tell(counts_at, counts, near & (e < sizes.local_experts))
+    tell(tag_at, with_call(call.number, tag), near if sizes.far else to >= 0)
+    if sizes.far and far:  # the tag is the signal of the counts
+        L: tl.constexpr = sizes.local_experts
+        mine = peer_base(call.regions, call.rank)
+        here = counts_out_of(mine, call.parity, to, 0, sizes)
+        tl.store(here + e, counts, mask=e < L)
+        there = count_of(mine, call.parity, call.rank, 0, sizes)
+        value = with_call(call.number, tag)
+        put_far(call, to, there, here, to * 0 + 8 * L, there + L, value, sizes)
 
 
 @triton.jit
@@ -85,15 +175,17 @@ def _rows_for(tokens, num_tokens, to, k: tl.constexpr):
     end = first_expert(to // P * P + P, k.sizes.experts, k.sizes.ranks)
     rows = to * 0
     for t0 in range(0, num_tokens, k.counted):
-        columns = columns_of(tokens.picks, t0, num_tokens, k.counted, k.sizes.topk, k.wide)
-        rows += tokens_between(columns, first, end, k.counted, k.sizes)
+        columns = _columns_of(tokens, t0, num_tokens, k)
+        goes = tl.zeros((k.counted,), tl.int1)
+        for j in tl.static_range(k.sizes.topk):
+            goes = goes | ((columns[j] >= first) & (columns[j] < end))
+        rows += tl.sum(goes.to(tl.int32))
     return rows
 
 
 @triton.jit
 def put_rows(tokens, num_tokens, to, chunk, call, k: tl.constexpr):
-    """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed. Without
-    rows only the first chunk is put, which says so."""
+    """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed."""
     sizes: tl.constexpr = k.sizes
     row_bytes: tl.constexpr = k.row.slot_bytes
     C: tl.constexpr = k.chunk_rows
@@ -119,8 +211,8 @@ def _note_bad_pick(state, raw, bad, t, sizes: tl.constexpr):
     nth = tl.min(tl.where(bad, k, sizes.topk_bins))
     status = words(tl.load(words(state) + STATUS))
     number = t.to(tl.int64) * sizes.topk + nth + 1
-    if tl.atomic_cas(status + _BAD_AT, (t * 0).to(tl.int64), number) == 0:
-        tl.store(status + _BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
+    if tl.atomic_cas(status + BAD_AT, (t * 0).to(tl.int64), number) == 0:
+        tl.store(status + BAD_VALUE, tl.sum(tl.where(k == nth, raw, 0)).to(tl.int64))
 
 
 @triton.jit
@@ -139,8 +231,8 @@ def _send_metadata(
     topk: tl.constexpr = sizes.topk
     pick = tl.arange(0, sizes.topk_bins)
     at = t.to(tl.int64) * topk + pick
-    ids, first = merged(ids, sizes.topk_bins)
-    rank = tokens_before(tokens.picks, columns, ids, t, call.rank, k.counted, k.wide, False, sizes)
+    ids, first = _merged(ids, sizes.topk_bins)
+    rank = _tokens_before(tokens, columns, ids, t, call.rank, False, k)
     tl.store(ints(result.merged) + at, ids, mask=pick < topk)
     tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
     bad = (raw < -1) | (raw >= sizes.experts)
@@ -169,37 +261,29 @@ def _send_metadata(
 
 
 @triton.jit
-def _store_groups(values, scale, g, goes, slots, me, k: tl.constexpr):
-    """Store cast groups ``g`` of a row, with their scales, to the ``slots [rank_bins]`` to which it
-    ``goes``."""
+def _store_part(v, scale, first, at, goes, slots, me, k: tl.constexpr):
+    """Store a piece of a row to the ``slots [rank_bins]`` to which it ``goes``: cast groups ``at``,
+    ``v``, with their scales; or of the row that begins at ``first`` the words ``at``, ``v``, and
+    further ones, which are still to be loaded."""
     row: tl.constexpr = k.row
+    N: tl.constexpr = row.words
+    bits: tl.constexpr = row.word_bits
+    block: tl.constexpr = at.shape[0]
     r = tl.arange(0, k.sizes.rank_bins)
     for i in tl.static_range(k.sizes.ranks):
         d = (me + i) % k.sizes.ranks
         if tl.sum(tl.where(r == d, goes, 0)) > 0:
             slot = tl.sum(tl.where(r == d, slots, 0))
-            store_cast(
-                values, scale, slot, 0, slot + row.scales_at, 0, g * 0, g, g >= 0, row.hidden,
-                k.cast, row.scale_words,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_words(v, first, w, goes, slots, me, k: tl.constexpr):
-    """Store a piece of the row that begins at ``first`` to the ``slots [rank_bins]`` to which it
-    ``goes``. Its words ``w`` are ``v``; further ones are still to be loaded."""
-    N: tl.constexpr = k.row.words
-    bits: tl.constexpr = k.row.word_bits
-    block: tl.constexpr = w.shape[0]
-    r = tl.arange(0, k.sizes.rank_bins)
-    for i in tl.static_range(k.sizes.ranks):
-        d = (me + i) % k.sizes.ranks
-        if tl.sum(tl.where(r == d, goes, 0)) > 0:
-            slot = tl.sum(tl.where(r == d, slots, 0))
-            tl.store(as_words(slot, bits) + w, v, mask=w < N)
-            for w0 in range(block, k.piece, block):
-                more = tl.load(first + w0 + w, mask=w0 + w < N, cache_modifier=".cg")
-                tl.store(as_words(slot, bits) + w0 + w, more, mask=w0 + w < N)
+            if k.cast.mode:
+                store_cast(
+                    v, scale, slot, 0, slot + row.scales_at, 0, at * 0, at, at >= 0, row.hidden,
+                    k.cast, row.scale_words,
+                )  # fmt: skip
+            else:
+                tl.store(as_words(slot, bits) + at, v, mask=at < N)
+                for w0 in range(block, k.piece, block):
+                    more = tl.load(first + w0 + at, mask=w0 + at < N, cache_modifier=".cg")
+                    tl.store(as_words(slot, bits) + w0 + at, more, mask=w0 + at < N)
 
 
 @triton.jit
@@ -209,20 +293,20 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     sizes: tl.constexpr = k.sizes
     row: tl.constexpr = k.row
     pick, r = tl.arange(0, sizes.topk_bins), tl.arange(0, sizes.rank_bins)
-    w = piece * k.piece + tl.arange(0, min(k.piece, k.block))
-    picks = picks_at(tokens.picks, k.wide) + t.to(tl.int64) * sizes.topk
+    at = piece * k.piece + tl.arange(0, min(k.piece, k.block))  # words; or groups
+    picks = _picks_at(tokens, k) + t.to(tl.int64) * sizes.topk
     raw = tl.load(picks + pick, mask=pick < sizes.topk, other=-1)
     bases = tl.load(words(call.regions) + r, mask=r < sizes.ranks, other=0)
     if k.cast.mode:
-        g = piece * k.cast.groups + tl.arange(0, k.cast.groups)
+        at = piece * k.cast.groups + tl.arange(0, k.cast.groups)
         source = tl.multiple_of(tokens.rows.to(tl.pointer_type(k.cast.dtype)), 16)
-        start = source + t.to(tl.int64) * row.hidden
-        plain = load_groups(start, g * 0, g, g >= 0, row.hidden, k.cast)
+        first = source + t.to(tl.int64) * row.hidden
+        v = load_groups(first, at * 0, at, at >= 0, row.hidden, k.cast)
     else:
         first = as_words(tokens.rows, row.word_bits) + t.to(tl.int64) * row.words
-        v = tl.load(first + w, mask=w < row.words, cache_modifier=".cg")
+        v = tl.load(first + at, mask=at < row.words, cache_modifier=".cg")
     before = t if sizes.far else tl.where(piece == 0, t, 0)
-    columns = columns_of(tokens.picks, t * 0, before, k.counted, sizes.topk, k.wide)
+    columns = _columns_of(tokens, t * 0, before, k)
     # All loads are under way before the first is waited for, and before anything is stored: behind
     # stores they would wait for those.
     here = are_active(call.active, r, r < sizes.ranks)
@@ -232,28 +316,24 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     slots = slot_of(bases, call.parity, call.rank, t, sizes)
     if sizes.far:
         far = is_far(call.state, r, sizes)
-        number = tokens_before(
-            tokens.picks, columns, owner, t, call.rank, k.counted, k.wide, True, sizes
-        )
+        number = _tokens_before(tokens, columns, owner, t, call.rank, True, k)
         mine, row_bytes = peer_base(call.regions, call.rank), row.slot_bytes
         row_number = of_ranks(number, owner, r)
         staged = staged_of(mine, call.parity, r, row_number, row_bytes, sizes)
         slots = tl.where(far, staged, slots)
         if piece == 0:
             tl.store(numbers_of(result.slots, t, sizes) + pick, number, mask=pick < sizes.topk)
-    if k.cast.mode:  # first what is long, so that it is on its way meanwhile
-        values, scale = cast(plain, g, row.hidden, k.cast)
-        _store_groups(values, scale, g, goes, slots, call.rank, k)
-    else:
-        _store_words(v, first, w, goes, slots, call.rank, k)
+    scale = 0
+    if k.cast.mode:
+        v, scale = cast(v, at, row.hidden, k.cast)
+    # first what is long, so that it is on its way meanwhile
+    _store_part(v, scale, first, at, goes, slots, call.rank, k)
     if piece == 0:
         _send_metadata(tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call, k)
     tl.debug_barrier()
     flags = flag_of(bases, call.parity, call.rank, t, sizes) + piece
     done = (r * 0).to(tl.int64) + 2 * call.number + 1
-    near = goes > 0
-    if sizes.far:
-        near = near & (far == 0)
+    near = (goes > 0) & (far == 0) if sizes.far else goes > 0
     tl.atomic_max(flags, done, mask=near, sem="release", scope="sys")
     if sizes.far:
         chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int32), axis=1) > 0

@@ -26,14 +26,13 @@ import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import tell_or_put
 from tokenyard.kernels.low_latency_memory import (
-    OTHER_RANK, RANK, READY, ROWS, SILENT_RANK, STATUS, arrival_of, call_in, heartbeat_of,
-    late_of, value_in, vote_of, waited_in, with_call,
+    OTHER_RANK, RANK, READY, ROWS, SILENT_RANK, STATUS, arrival_of, call_in, count_of, epoch_of,
+    value_in, waited_in, with_call,
 )  # fmt: skip
 from tokenyard.kernels.region import ints, peer_base
 from tokenyard.kernels.sync import ON_COUNTS, ON_ROWS, note_wait, now_ns, until_came, words
 
 SPINS = tl.constexpr(16)
-_OTHER_RANK, _SILENT_RANK = tl.constexpr(OTHER_RANK), tl.constexpr(SILENT_RANK)
 
 
 class Call(NamedTuple):
@@ -46,6 +45,19 @@ class Call(NamedTuple):
     parity: Any
     rank: Any  # this one
     timeout: Any  # nanoseconds
+
+
+@triton.jit
+def next_call(regions, state, active, rank, timeout, sizes: tl.constexpr):
+    """The call that this program makes next. ``rank``: this one; None: as the state has it."""
+    number = tl.load(epoch_of(state, tl.program_id(0), sizes)) + 1
+    parity = (number % 2).to(tl.int32)
+    if rank is None:
+        rank = tl.load(words(state) + RANK).to(tl.int32)
+    return Call(
+        regions=regions, state=state, active=active, number=number, parity=parity, rank=rank,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -84,6 +96,18 @@ def leave_out(active, rank, mask):
 
 
 @triton.jit
+def _late_of(state, sizes: tl.constexpr):
+    """Deadlines that waits of this program have passed."""
+    return words(state) + sizes.state.late + tl.program_id(0)
+
+
+@triton.jit
+def _stamp_of(state, sizes: tl.constexpr):
+    """The stamp from which on one more wait counts its deadlines."""
+    return tl.atomic_add(_late_of(state, sizes), 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def _is_past(word, stamp, deadline):
     """Whether this program's wait has passed a deadline."""
     late = now_ns() >= deadline
@@ -92,38 +116,36 @@ def _is_past(word, stamp, deadline):
 
 
 @triton.jit
-def _stamp_of(state, sizes: tl.constexpr):
-    """The stamp from which on one more wait counts its deadlines."""
-    return tl.atomic_add(late_of(state, tl.program_id(0), sizes), 0, sem="relaxed", scope="gpu")
+def _heartbeat_of(rank, at, call, sizes: tl.constexpr):
+    """The sign of life of ``rank`` that stands at rank ``at``."""
+    return words(peer_base(call.regions, at)) + sizes.region.heartbeats + rank
 
 
 @triton.jit
 def _leave_out_silent(lack, ranks, call, stamp, begin, sizes: tl.constexpr):
     """Leave out those of ``ranks`` (one, or a small tensor) that ``lack`` something and have had
     their time since ``begin``."""
-    word = late_of(call.state, tl.program_id(0), sizes)
+    word = _late_of(call.state, sizes)
     if _is_past(word, stamp + 1, begin + call.timeout // 2):
         me = tl.load(words(call.state) + RANK).to(tl.int32)
-        told = False
         if sizes.far:  # one message per call is enough
-            mine = heartbeat_of(peer_base(call.regions, me), me, sizes)
+            mine = _heartbeat_of(me, me, call, sizes)
             told = tl.atomic_max(mine, call.number, sem="relaxed", scope="gpu") >= call.number
         for peer in range(sizes.ranks):
             if is_active(call.active, peer + 0):
-                heartbeat = heartbeat_of(peer_base(call.regions, peer + 0), me, sizes)
+                heartbeat = _heartbeat_of(me, peer + 0, call, sizes)
                 if sizes.far:
                     if not told:
                         tell_or_put(heartbeat, me * 0 + peer, call.number, call, sizes)
                 else:
                     tell(heartbeat, call.number, call.number > 0)
         if _is_past(word, stamp + 2, begin + call.timeout):
-            heartbeat = look(heartbeat_of(peer_base(call.regions, me), ranks, sizes), lack)
-            silent = lack & (heartbeat < call.number - 1)
+            silent = lack & (look(_heartbeat_of(ranks, me, call, sizes), lack) < call.number - 1)
             if _is_past(word, stamp + 3, begin + 3 * call.timeout):
                 silent = lack
             leave_out(call.active, ranks, silent)
             status = words(tl.load(words(call.state) + STATUS))
-            tl.store(status + _SILENT_RANK + ranks * 0, (ranks + 1).to(tl.int64), mask=silent)
+            tl.store(status + SILENT_RANK + ranks * 0, (ranks + 1).to(tl.int64), mask=silent)
 
 
 @triton.jit
@@ -164,8 +186,7 @@ def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr)
 
 @triton.jit
 def wait_row(s, t, call, chunk_rows: tl.constexpr, sizes: tl.constexpr):
-    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here (acquire). The
-    first chunk says whether there is one, then the row's own that it is here."""
+    """As a flag would tell it, whether row number ``t`` of far rank ``s`` is here (acquire)."""
     want, least = 2 * call.number, with_call(call.number, (t * 0).to(tl.int64))
     first = arrival_of(peer_base(call.regions, call.rank), call.parity, s, ROWS, sizes)
     own = t // chunk_rows
@@ -229,11 +250,12 @@ def agree(
     programs are at that token (``shares <= programs``: no program has two shares of one token).
     """
     want = 2 * call.number
-    vote = vote_of(call.state, token * shares + share, ranks, sizes)
-    tl.atomic_max(vote, want + got, mask=ranks < sizes.ranks, sem="relaxed", scope="gpu")
+    all_votes = words(call.state) + sizes.state.votes
+    mine = all_votes + (token * shares + share) * sizes.ranks + ranks
+    tl.atomic_max(mine, want + got, mask=ranks < sizes.ranks, sem="relaxed", scope="gpu")
     if tl.max(doubted.to(tl.int32)) > 0:
         q = tl.arange(0, shares)
-        votes = vote_of(call.state, token * shares + q[:, None], ranks[None, :], sizes)
+        votes = all_votes + (token * shares + q[:, None]) * sizes.ranks + ranks[None, :]
         inside = (q < shares)[:, None] & (ranks < sizes.ranks)[None, :]
         missing = 1
         while missing > 0:
@@ -303,8 +325,24 @@ def in_same_call(state, tags, there, tag, ranks):
     stranger = tl.max(tl.where(other, ranks, -1))
     if stranger >= 0:
         status = words(tl.load(words(state) + STATUS))
-        tl.store(status + _OTHER_RANK, stranger.to(tl.int64) + 1)
+        tl.store(status + OTHER_RANK, stranger.to(tl.int64) + 1)
     return there & (other == 0)
+
+
+@triton.jit
+def wait_for_ranks(tag, waits, call, sizes: tl.constexpr):
+    """Wait until all ranks have come to the call; leave out those that have not, or with a ``tag``
+    that are in another call. ``waits``: as in :func:`wait_counts`."""
+    r = tl.arange(0, sizes.rank_bins)
+    here = are_active(call.active, r, r < sizes.ranks)
+    mine = peer_base(call.regions, call.rank)
+    tags_at = count_of(mine, call.parity, r, sizes.local_experts, sizes)
+    _, tags, there = wait_counts(
+        tags_at[:, None], here[:, None], tags_at, here, r, waits, call, sizes
+    )
+    if tag is not None:
+        there = in_same_call(call.state, tags, there, tag, r)
+    leave_out(call.active, r, here & (there == 0))
 
 
 @triton.jit
