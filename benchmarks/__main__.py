@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks import collective, low_latency_report, nvlink_report, twolevel_report
 from benchmarks.low_latency import Decode, run_decode
@@ -22,7 +21,7 @@ from tokenyard.cli.bench import NVLINK_GBS, run_rank, words
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import check_device, check_engine, command, option
-from tokenyard.cli.progress import on_all_ranks, progress
+from tokenyard.cli.progress import on_all_ranks
 from tokenyard.engines.known import ENGINES
 
 NODES: dict[str, Any] = {"topology": (2, 1), "parts_tokens": 0}
@@ -34,7 +33,7 @@ class Entry:
     """A suite: what it measures (and a tiny one, to try it), how, and its page.
 
     Attributes:
-        preset, tiny: by device. run: one rank's part, of (device, suite, counter).
+        preset, tiny: by device. run: one rank's part, of (device, suite).
         takes: options besides --ranks, --iterations, --warmup, --seed, --tiny and --out.
     """
 
@@ -163,13 +162,11 @@ def grid(text: str | None, ranks: int) -> tuple[int, int]:
     )
 
 
-def measure(suite: Any, options: Options, console: Console) -> Sequence[Measurement]:
+def measure(suite: Any, options: Options) -> Sequence[Measurement]:
     """The lines of a suite, on the ranks of the launcher if there is one, else on processes."""
     if isinstance(suite, TwoLevel):
-        return on_both_engines(suite, options.where, console)
-    run = SUITES[options.suite].run
-    with progress(suite.stages, console, live=options.suite == "collective") as counter:
-        return on_all_ranks(run, options.ranks, options.where, suite, counter)
+        return on_both_engines(suite, options.where)
+    return on_all_ranks(SUITES[options.suite].run, options.ranks, options.where, suite)
 
 
 @command(Options)
@@ -185,7 +182,7 @@ def main(options: Options) -> None:
     """
     suite = options.preset()
     leads, console = leading_console()
-    lines = measure(suite, options, console)
+    lines = measure(suite, options)
     if leads:
         name = getattr(suite, "engine", options.suite) + ("-tiny" if options.tiny else "")
         used = options.world_size if "topology" in SUITES[options.suite].takes else None

@@ -22,7 +22,7 @@ from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from benchmarks.twolevel_calls import NVSHMEM
-from tokenyard.cli.progress import Counter, advance
+from tokenyard.cli.progress import say
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing.baselines import all_gather, reduce_scatter
 from tokenyard.testing.cases import Case
@@ -92,15 +92,6 @@ class Decode:
         levels = Topology(*self.topology).has_levels
         puts = [Way(ENGINES[0], True, once) for once in ((False, True) if levels else (None,))]
         return [*puts, Way(ENGINES[0])]
-
-    @property
-    def stages(self) -> list[str]:
-        """What a rank does, one after the other, in words."""
-        return [
-            f"{tokens} tokens: {part}"
-            for tokens in self.tokens
-            for part in ("checking and capturing", "timing")
-        ]
 
     def case(self, tokens: int, engine: str = "") -> Case:
         sizes = (tokens, self.hidden, self.topk, self.experts)
@@ -233,10 +224,8 @@ def _summed(batch: Batch, truth: DeviceTruth, per_node: int | None = None) -> Te
     return total.to(torch.bfloat16)
 
 
-def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Line]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank.
-    ``counter``: of ``suite.stages``.
-    """
+def run_decode(device: torch.device, suite: Decode) -> list[Line]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
     if suite.experts % dist.get_world_size():
         raise ValueError(
             f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})"
@@ -244,15 +233,14 @@ def run_decode(device: torch.device, suite: Decode, counter: Counter | None = No
     lines: list[Line] = []
     for tokens in suite.tokens:
         batches = make_batches(suite.case(tokens), device, suite.seed)
-        lines += _size(suite, tokens, batches, device, counter)
+        lines += _size(suite, tokens, batches, device)
         torch.cuda.empty_cache()
     return lines
 
 
-def _size(
-    suite: Decode, tokens: int, batches: list[Batch], device: torch.device, counter: Counter | None
-) -> list[Line]:
+def _size(suite: Decode, tokens: int, batches: list[Batch], device: torch.device) -> list[Line]:
     """One batch size: every probe checked, then all timed in turn."""
+    say(f"{tokens} tokens: checking and capturing")
     probes: list[Probe] = []
     wrong: list[Line] = []
     made: list[tuple[Way, Calls]] = []
@@ -274,9 +262,8 @@ def _size(
         if way.name == ENGINES[0] and tokens == suite.parts_tokens:
             probes += [(line(what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
     probes.append((line_for(suite.case(tokens), PAIR), _graph(suite, _nccl(batches))))
-    advance(counter)
+    say(f"{tokens} tokens: timing")
     lines = _time(suite, probes, device)
-    advance(counter)
     for way, calls in made:  # again: a rank that fell silent meanwhile would have cost nothing
         error = failure(calls.check, f"{way.name}, afterwards", 0, device)
         if suite.replays and not error:

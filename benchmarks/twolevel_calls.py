@@ -70,16 +70,6 @@ class TwoLevel:
         """Tokens per rank that are measured with so many multiprocessors."""
         return self.curve if sms == BAR_SMS else (self.tokens,)
 
-    def stages(self, engine: str) -> list[str]:
-        """What a rank that measures ``engine`` does, one after the other, in words."""
-        if engine == self.reference:
-            return [f"{engine}, {self.tokens} tokens"]
-        points = [(sms, tokens) for sms in self.sms for tokens in self.sizes(sms)]
-        return [
-            *(f"{engine}, {sms or 'all'} SMs, {tokens} tokens" for sms, tokens in points),
-            f"{engine}, small rings",
-        ]
-
     def case(self, tokens: int, **changes: Any) -> Case:
         sizes = (self.hidden, self.topk, self.experts)
         return Case(tokens, *sizes, topology=self.topology, **changes)

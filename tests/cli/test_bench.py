@@ -389,7 +389,7 @@ def test_nothing_is_measured_in_vain(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_command, "run_plan", pytest.fail)
+    monkeypatch.setattr(bench_command, "on_all_ranks", pytest.fail)
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in plain(result)
@@ -398,7 +398,9 @@ def test_nothing_is_measured_in_vain(
 def test_engines_may_be_a_list_as_other_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them is dropped without a word."""
     seen: list[list[str]] = []
-    monkeypatch.setattr(bench_command, "run_plan", lambda plan, *_: seen.append(plan.engines) or [])
+    monkeypatch.setattr(
+        bench_command, "on_all_ranks", lambda *known: seen.append(known[-1].engines) or []
+    )
     monkeypatch.setattr(bench_command, "_report", lambda *_: None)
     assert run("--engine", "collective,auto", "--engine", "nvlink").exit_code == 0
     assert seen == [["collective", "auto", "nvlink"]]
@@ -407,7 +409,7 @@ def test_engines_may_be_a_list_as_other_options(monkeypatch: pytest.MonkeyPatch)
 def test_only_who_writes_a_file_looks_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(bench_command, "run_plan", lambda *_: [])
+    monkeypatch.setattr(bench_command, "on_all_ranks", lambda *_: [])
     assert run("--json", "no/such/x.json", "--plot", "x.gif").exit_code == 0
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import tokenyard as ty
@@ -286,9 +285,7 @@ def test_lines_in_place(ranks: Ranks) -> None:
 def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run came to before it died is kept, and the other engine is measured none the less."""
 
-    def spawn(
-        fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, _: Any, *, device: str
-    ) -> Any:
+    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, *, device: str) -> Any:
         assert (fn, ranks, suite, device) == (run_twolevel, 2, TINY, "cuda")
         found = [line(engine, DISPATCH, 500.0), line(engine, COMBINE_NAME, 500.0)]
         if engine == "nvlink":
@@ -298,7 +295,7 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network.launch, "spawn", spawn)
     monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
-    kept, lost, *others = network.on_both_engines(TINY, "cuda", Console(quiet=True))
+    kept, lost, *others = network.on_both_engines(TINY, "cuda")
     assert kept == line("twolevel", DISPATCH, 500.0)
     assert (lost.name, lost.error, lost.wall_us) == (REST, "PeerTimeout: rank 0 did not come", [])
     assert [each.case.engine for each in others] == ["nvlink"] * 2

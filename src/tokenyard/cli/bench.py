@@ -14,7 +14,14 @@ from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
+from tokenyard.cli.bench_report import (
+    Measurement,
+    facts_of,
+    line_of,
+    print_report,
+    title_of,
+    write_json,
+)
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import (
     MOST_PROCESSES,
@@ -26,7 +33,7 @@ from tokenyard.cli.options import (
     command,
     option,
 )
-from tokenyard.cli.progress import Counter, advance, on_all_ranks, progress
+from tokenyard.cli.progress import on_all_ranks, say
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
@@ -60,13 +67,6 @@ class Plan:
     warmup: int
     link_gbs: float | None
     seed: int
-
-    @property
-    def stages(self) -> list[str]:
-        """What a rank does, one after the other, in words."""
-        parts = ("checking", "measuring memory", "timing")
-        points = [f"{case.tokens} tokens, {case.skew}, {case.layout}" for case in self.cases]
-        return [f"{point}: {part}" for point in points for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +127,14 @@ def numbers(option: str, text: str) -> list[int]:
 # What ranks do
 
 
-def run_rank(device: torch.device, plan: Plan, counter: Counter | None) -> list[Measurement]:
-    """Be one rank: measure every case. ``counter``: of :attr:`Plan.stages`. Collective."""
-    return [line for case in plan.cases for line in run_case(case, plan, device, counter)]
+def run_rank(device: torch.device, plan: Plan) -> list[Measurement]:
+    """Be one rank: measure every case. Collective."""
+    return [line for case in plan.cases for line in run_case(case, plan, device)]
 
 
-def run_case(
-    case: Case, plan: Plan, device: torch.device, counter: Counter | None = None
-) -> list[Measurement]:
+def run_case(case: Case, plan: Plan, device: torch.device) -> list[Measurement]:
     """Measure every engine and baseline on one point of the sweep."""
+    say(f"{title_of(case)}: checking")
     batches, sent = sweep_inputs(case, plan.seed, device, NUM_INPUTS)
     lines: list[Measurement] = []
     with ExitStack() as objects:
@@ -152,25 +151,20 @@ def run_case(
         def truth(number: int) -> Oracle:
             return Oracle.asked(case, batches[number], sent[number])
 
-        lines += measure(calls, truth, plan, device, counter)
+        lines += measure(calls, truth, plan, device)
     return [line for phase in PHASES for line in lines if line.phase == phase]
 
 
 def measure(
-    calls: Sequence[Call],
-    truth: Callable[[int], Any],
-    plan: Plan,
-    device: torch.device,
-    counter: Counter | None = None,
+    calls: Sequence[Call], truth: Callable[[int], Any], plan: Plan, device: torch.device
 ) -> list[Measurement]:
     """Check every call, then measure memory and time of those that were right. Collective."""
     errors = check(calls, truth, NUM_INPUTS, device)
-    advance(counter)
+    say("measuring memory and time")
     right = [call for call, error in zip(calls, errors, strict=True) if not error]
     peaks = [
         on_ranks(peak_extra_bytes(each.run, 0, device) + each.kept_bytes, device) for each in right
     ]
-    advance(counter)
     series = time_interleaved(
         [call.run for call in right],
         iterations=plan.iterations,
@@ -179,19 +173,12 @@ def measure(
         device=device,
         seed=plan.seed,
     )
-    advance(counter)
     measured = iter(zip(series, peaks, strict=True))
     lines: list[Measurement] = []
     for call, error in zip(calls, errors, strict=True):
         times, peak = (None, None) if error else next(measured)
         lines.append(line_of(call, error, times, plan.link_gbs, peaks=peak))
     return lines
-
-
-def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Measurement]:
-    """Run on the ranks of the launcher if there is one, else on ``ranks`` processes of our own."""
-    with progress(plan.stages, console) as counter:
-        return on_all_ranks(run_rank, ranks, device, plan, counter)
 
 
 def _report(rows: list[Measurement], plan: Plan, options: Options, console: Console) -> None:
@@ -220,7 +207,7 @@ def bench(options: Options) -> None:
     if leads:
         check_folder(options.json, "--json")
         check_plot(options.plot)
-    rows = run_plan(plan, options.ranks, options.device, console)
+    rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
     if leads:
         _report(rows, plan, options, console)
     raise typer.Exit(int(any(row.error for row in rows)))

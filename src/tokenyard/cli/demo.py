@@ -23,17 +23,13 @@ from tokenyard.cli.consoles import (
 )
 from tokenyard.cli.demo_rank import Options, Part, run_rank
 from tokenyard.cli.options import bad, check_device, check_engine, check_plot, check_words, command
-from tokenyard.cli.progress import on_all_ranks, progress
+from tokenyard.cli.progress import on_all_ranks
 from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
 from tokenyard.launch import under_torchrun
 
-LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
+LIMIT = 1e-5
 """Largest relative error (2-norm of the difference over 2-norm) that passes for rounding."""
-
-SUFFIXES = (".png", ".svg", ".pdf")
-README = Path(__file__).parents[3] / "README.md"
-"""The project's README, if the package runs from its repository."""
 
 BAR_COLOURS = ("cyan", "yellow")
 """Neighbouring ranks take turns; told apart by every kind of colour vision."""
@@ -50,15 +46,15 @@ def demo(options: Options) -> None:
     world = _check(options)
     leads, console = leading_console()
     if leads:
-        check_plot(options.plot, SUFFIXES)
+        check_plot(options.plot)
     name, text = _read(options.text, options.tokens)
     title = (
         f"{len(text)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
-        f"{options.experts} experts, {options.dtype}, {options.layout}"
+        f"{options.experts} experts"
     )
     print_line(console, f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}")
-    parts = _run(options, text, world, console)
-    good = print_result(console, parts, LIMITS[options.dtype])
+    parts = _run(options, text, world)
+    good = print_result(console, parts)
     if leads and options.plot is not None:
         from tokenyard.cli.plots import save_traffic  # matplotlib is an extra
 
@@ -81,40 +77,36 @@ def _check(options: Options) -> int:
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
-    """A name for the text, and its first bytes. Default: the README, also when installed."""
-    if path is not None or README.is_file():
-        file = path or README
-        name = file.name
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            bad("--text", f"cannot read {file}: {error.strerror}")
-    else:
-        name = "tokenyard's README"
-        try:
+    """A name for the text, and its first bytes. Default: the README, which the installed package
+    has with it.
+    """
+    name = "tokenyard's README" if path is None else path.name
+    try:
+        if path is not None:
+            content = path.read_bytes()
+        else:
             content = str(metadata("tokenyard").json.get("description", "")).encode()
-        except PackageNotFoundError:
-            bad("--text", f"there is no README at {README}: name a file")
+    except PackageNotFoundError:
+        bad("--text", "tokenyard is not installed, so its README is not at hand: name a file")
+    except OSError as error:
+        bad("--text", f"cannot read {path}: {error.strerror}")
     if not content:
         bad("--text", f"{name} is empty")
     return name, content[:most]
 
 
-def _run(options: Options, text: bytes, world: int, console: Console) -> list[Part]:
-    steps = [f"step {i + 1} of {options.steps}" for i in range(options.steps)]
-    stages = [f"starting {world} ranks", "warming up", *steps, "comparing with one process"]
-    with progress(stages, console) as counter:
-        try:
-            return on_all_ranks(run_rank, world, options.device, options, text, counter)
-        except NotSupported as error:
-            bad("--engine", str(error))
+def _run(options: Options, text: bytes, world: int) -> list[Part]:
+    try:
+        return on_all_ranks(run_rank, world, options.device, options, text)
+    except NotSupported as error:
+        bad("--engine", str(error))
 
 
 # What is printed
 
 
-def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
-    """All that there is to say about a run; returns whether every error is within ``limit``."""
+def print_result(console: Console, parts: Sequence[Part]) -> bool:
+    """All that there is to say about a run; returns whether no error exceeds :data:`LIMIT`."""
     print_line(console, f"Engine {escape(parts[0].why)}")
     ranks = [
         (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))
@@ -130,7 +122,7 @@ def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
     errors = {name: max(part.errors[name] for part in parts) for name in parts[0].errors}
     verdicts = ("[red]mismatch[/red]", "[green]ok[/green]")
     compared = [
-        (escape(name), f"{error:.1e}", f"{limit:.0e}", verdicts[error <= limit])
+        (escape(name), f"{error:.1e}", f"{LIMIT:.0e}", verdicts[error <= LIMIT])
         for name, error in errors.items()
     ]
     sections: dict[str, tuple[str, Rows]] = {
@@ -147,9 +139,9 @@ def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
     }
     print_tables(console, sections)
     print_line(console, "")
-    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    wrong = {name: error for name, error in errors.items() if not error <= LIMIT}
     for name, error in wrong.items():
-        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {limit:.0e}"
+        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {LIMIT:.0e}"
         print_line(console, f"[bold red]{escape(text)}[/bold red]")
     if not wrong:
         text = "The output and all gradients match; the largest relative error is"

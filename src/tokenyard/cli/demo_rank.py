@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -20,34 +20,26 @@ from torch.nn import functional
 
 import tokenyard as ty
 from tokenyard.cli.options import MOST_PROCESSES, option
-from tokenyard.cli.progress import Counter, advance
+from tokenyard.cli.progress import say
 from tokenyard.engines.known import AUTO
 from tokenyard.routing import expert_bounds, host_ints
 
-PHASES = ("embed and route", "dispatch", "experts", "combine", "backward")
 SHARED = ("embedding", "router")
-"""Weights that every rank holds; their gradients are summed over ranks."""
+"""Modules that every rank uses; gradients of their weights are summed over ranks."""
 
 PER_EXPERT = ("gate", "up", "down")
-"""Weights with one slice per expert, held by the rank that owns the expert."""
 
 LOCAL = "Local processes; under torchrun its ranks count."
 Ranks = Annotated[int | None, option(LOCAL, min=1, max=MOST_PROCESSES, show_default="4")]
 Text = Annotated[
     Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
 ]
-Plot = Annotated[
-    Path | None, option("Draw traffic and expert load (.png, .svg, .pdf).", dir_okay=False)
-]
-Dtype = Annotated[
-    Literal["float32", "bfloat16"], option("What rows travel and experts compute in.")
-]
-Layouts = Annotated[Literal["flat", "expert_major"], option("Order of the received rows.")]
+Plot = Annotated[Path | None, option("Draw traffic and expert load as a PNG.", dir_okay=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of ``tokenyard demo``. Weights are float32; rows and experts compute in ``dtype``."""
+    """Of ``tokenyard demo``."""
 
     ranks: Ranks = None
     text: Text = None
@@ -55,85 +47,66 @@ class Options:
     hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
     experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
     topk: Annotated[int, option("Experts per token.", min=1)] = 2
-    ffn: Annotated[int, option("Channels inside an expert.", min=1)] = 256
-    dtype: Dtype = "float32"
-    layout: Layouts = "flat"
     device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
     engine: Annotated[str, option("What moves the rows.")] = AUTO
     steps: Annotated[int, option("Timed steps, after one to warm up.", min=1)] = 5
     plot: Plot = None
-    seed: Annotated[int, option("Of the weights and the output's gradient.")] = 0
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
 
 
-def make_weights(options: Options, device: torch.device) -> dict[str, Tensor]:
-    """The whole layer, float32, the same on every rank and device: ``embedding [256, H]``, ``router
-    [E, H]``, ``gate`` and ``up [E, F, H]``, ``down [E, H, F]``."""
-    generator = torch.Generator().manual_seed(options.seed)
-    e, f, h = options.experts, options.ffn, options.hidden
-    sizes = ((256, h), (e, h), (e, f, h), (e, f, h), (e, h, f))
-    made = {
-        name: torch.randn(*size, generator=generator)
-        * (1 if name == "embedding" else size[-1] ** -0.5)
-        for name, size in zip((*SHARED, *PER_EXPERT), sizes, strict=True)
-    }
-    return {name: weight.to(device) for name, weight in made.items()}
+class Expert(nn.Module):
+    """SwiGLU with twice as many channels inside: rows ``[n, H]`` to as many."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class MoeLayer(nn.Module):
-    """One MoE layer with weights of :func:`make_weights`, whole or with a slice of the experts.
-    Called on byte values ``[T]`` it runs all of its experts in one process, and returns ``[T, H]``.
+    """One MoE layer, float32, with the same weights on every rank. Called on byte values ``[T]`` it
+    runs all of its experts in one process, and returns ``[T, H]``.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], options: Options) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-        self.weights = nn.ParameterDict(parameters)
-        self.num_topk, self.dtype = options.topk, options.row_dtype
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Byte values ``[T]`` int64 to rows ``[T, H]``."""
-        return functional.embedding(tokens, self.weights["embedding"]).to(self.dtype)
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(256, options.hidden)
+        self.router = nn.Linear(options.hidden, options.experts, bias=False)
+        self.experts = nn.ModuleList(Expert(options.hidden) for _ in range(options.experts))
+        self.num_topk = options.topk
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[T, H]`` to ids ``[T, K]`` int64 and float32 weights that add up to 1."""
-        scores = functional.linear(x.float(), self.weights["router"]).softmax(-1)
-        top, topk_idx = scores.topk(self.num_topk)
+        """Rows ``[T, H]`` to ids ``[T, K]`` int64 and weights that add up to 1."""
+        top, topk_idx = self.router(x).softmax(-1).topk(self.num_topk)
         return topk_idx, top / top.sum(-1, keepdim=True)
 
-    def experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Rows ``[N, H]`` with ids of experts held here (-1: elsewhere), each to the weighted sum
-        over its experts. An expert takes its rows in order; sums are float32 and rounded once.
-        """
-        held = [self.weights[name].to(self.dtype) for name in PER_EXPERT]
-        if not len(held[0]):  # then there are no rows: this keeps the rank in the backward exchange
-            return x
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for expert, (gate, up, down) in enumerate(zip(*held, strict=True)):
-            row, pick = (topk_idx == expert).nonzero(as_tuple=True)
-            inner = functional.silu(functional.linear(x[row], gate)) * functional.linear(x[row], up)
-            part = topk_weights[row, pick, None] * functional.linear(inner, down).float()
-            out = out.index_add(0, row, part)
-        return out.to(x.dtype)
-
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        return self.experts(x, *self.route(x))
+        x = self.embedding(tokens)
+        topk_idx, topk_weights = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, pick = (topk_idx == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, topk_weights[row, pick, None] * expert(x[row]))
+        return out
 
 
 def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, Tensor]:
     """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate gradient``,
-    ... A gradient that backward did not make counts as zero. ``held``: of weights per expert, the
-    experts whose gradients are asked for.
+    ... Those of the experts ``held`` are one behind the other. A gradient that backward did not
+    make counts as zero.
     """
+    modules: dict[str, list[Any]] = {name: [getattr(layer, name)] for name in SHARED}
+    for name in PER_EXPERT:
+        modules[name] = [getattr(expert, name) for expert in layer.experts[held]]
     named = {"output": y.detach()}
-    for name in (*SHARED, *PER_EXPERT):
-        weight = layer.weights[name]
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        named[f"{name} gradient"] = gradient[held] if name in PER_EXPERT else gradient
+    for name, parts in modules.items():
+        weights: list[Tensor] = [part.weight for part in parts]
+        found = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        named[f"{name} gradient"] = torch.cat(found) if found else torch.zeros(0)
     return named
 
 
@@ -178,14 +151,10 @@ class Share:
         split, owned = expert_bounds(len(text), world), expert_bounds(options.experts, world)
         self.mine, self.held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])
         self.device, self.options, self.most_tokens = device, options, split[1]
-        self.layout = ty.Layout[options.layout.upper()]
         self.tokens = torch.tensor(list(text), device=device)
-        generator = torch.Generator().manual_seed(options.seed + 1)
-        gradient = torch.randn(len(text), options.hidden, generator=generator)
-        self.gradient = gradient.to(device, options.row_dtype)
-        self.weights = make_weights(options, device)
-        here = {name: w if name in SHARED else w[self.held] for name, w in self.weights.items()}
-        self.layer, self.seconds = MoeLayer(here, options), defaultdict[str, list[float]](list)
+        self.layer = MoeLayer(options).to(device)  # draws the same on every rank, and so the next
+        self.gradient = torch.randn(len(text), options.hidden).to(device)
+        self.seconds = defaultdict[str, list[float]](list)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None, None, None]:
@@ -201,19 +170,17 @@ class Share:
         layer = self.layer
         layer.zero_grad()
         with self.phase("embed and route"):
-            x = layer.embed(self.tokens[self.mine])
+            x = layer.embedding(self.tokens[self.mine])
             topk_idx, topk_weights = layer.route(x)
         with self.phase("dispatch"):
-            recv = ep.dispatch(x, topk_idx, topk_weights, layout=self.layout)
+            recv = ep.dispatch(x, topk_idx, topk_weights, layout=ty.Layout.EXPERT_MAJOR)
         with self.phase("experts"):
-            idx, weights = recv.topk_idx, recv.topk_weights
-            if idx is None or weights is None:  # sorted by expert; combine weights them
-                counts = recv.tokens_per_expert.long()
-                idx = torch.arange(len(counts), device=x.device).repeat_interleave(counts)[:, None]
-                weights = torch.ones_like(idx, dtype=torch.float32)
-            rows = layer.experts(recv.x, idx, weights)
+            blocks = torch.split_with_sizes(recv.x, recv.tokens_per_expert_list)
+            held = zip(layer.experts[self.held], blocks, strict=True)
+            # Where there are no experts, no rows keep the rank in the backward exchange.
+            rows = torch.cat([recv.x[:0], *(expert(block) for expert, block in held)])
         with self.phase("combine"):
-            y = ep.combine(rows, recv.handle, weighted=self.layout is not ty.Layout.FLAT)
+            y = ep.combine(rows, recv.handle, weighted=True)
         assert isinstance(y, Tensor)
         with self.phase("backward"):
             y.backward(self.gradient[self.mine])
@@ -221,31 +188,31 @@ class Share:
 
     def errors(self, y: Tensor) -> dict[str, float]:
         """Relative errors against the whole layer on all tokens, without tokenyard. Collective."""
-        got = results(self.layer, y)
+        got = results(self.layer, y, self.held)
         for shared in SHARED:
             got[f"{shared} gradient"] = sum_over_ranks(got[f"{shared} gradient"])
-        whole = MoeLayer(self.weights, self.options)
+        whole = MoeLayer(self.options).to(self.device)
         wanted = whole(self.tokens)
         wanted.backward(self.gradient)
         want = results(whole, wanted[self.mine], self.held)
         return {name: relative_error(tensor, want[name]) for name, tensor in got.items()}
 
 
-def run_rank(device: torch.device, options: Options, text: bytes, counter: Counter) -> list[Part]:
-    """Be one rank: what all saw, in their order. ``counter``: of start, warm-up and steps."""
+def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
+    """Be one rank: what all saw, in their order. Collective."""
     share = Share(device, options, text)
     sizes = {"num_experts": options.experts, "hidden": options.hidden, "num_topk": options.topk}
     where: dict[str, Any] = {"engine": options.engine, "device": device}
     with ty.ExpertParallel(**sizes, max_tokens_per_rank=share.most_tokens, **where) as ep:
-        begin_stage(counter)
+        together("warming up")
         y, recv = share.step(ep)
         share.seconds.clear()
         before = bytes_so_far(ep)
-        for _ in range(options.steps):
-            begin_stage(counter)
+        for number in range(options.steps):
+            together(f"step {number + 1} of {options.steps}")
             y, recv = share.step(ep)
         moved: Any = (bytes_so_far(ep) - before) / options.steps
-    begin_stage(counter)
+    together("comparing with one process")
     mine = Part(
         why=ep.why,
         tokens=y.shape[0],
@@ -261,9 +228,9 @@ def run_rank(device: torch.device, options: Options, text: bytes, counter: Count
     return parts
 
 
-def begin_stage(counter: Counter) -> None:
+def together(what: str) -> None:
     """Start together, so that no phase counts another rank's delay. Collective."""
-    advance(counter)
+    say(what)
     sum_over_ranks(torch.zeros(1))
 
 

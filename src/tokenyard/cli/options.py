@@ -14,7 +14,6 @@ import typer
 from tokenyard.engines.known import AUTO, COLLECTIVE
 from tokenyard.engines.obstacles import obstacle_of
 
-PNG = (".png",)
 MOST_PROCESSES = 256
 """That a command starts."""
 T = TypeVar("T")
@@ -58,14 +57,14 @@ def check_folder(path: Path | None, option: str) -> None:
         bad(option, f"{path.parent} is not a directory")
 
 
-def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
-    """A figure can be drawn, as a file of a kind in ``suffixes``, where ``--plot`` says."""
+def check_plot(path: Path | None) -> None:
+    """A figure can be drawn where ``--plot`` says."""
     if path is None:
         return
     if find_spec("matplotlib") is None:
         bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
-    if path.suffix.lower() not in suffixes:
-        bad("--plot", f"{path.name!r} must end in {' or '.join(suffixes)}")
+    if path.suffix.lower() != ".png":
+        bad("--plot", f"{path.name!r} must end in .png")
     check_folder(path, "--plot")
 
 
