@@ -17,10 +17,10 @@ from benchmarks.nvlink import Suite, run_suite
 from benchmarks.record import Page, write_record
 from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
-from tokenyard.cli.bench import NVLINK_GBS, run_rank, words
+from tokenyard.cli.bench import NVLINK_GBS, run_rank
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.consoles import leading_console
-from tokenyard.cli.options import check_device, check_engine, command, option
+from tokenyard.cli.options import check_device, check_engine, command, option, word_of
 from tokenyard.cli.progress import on_all_ranks
 from tokenyard.engines.known import ENGINES
 
@@ -87,6 +87,8 @@ Rate = Annotated[
     float | None,
     option("GB/s of a rank's link, one way.", min=0.001, show_default="370 on cuda"),
 ]
+WHAT = "nvlink: what is measured."
+Engine = Annotated[str | None, option(WHAT, parser=word_of(ENGINES), show_default="nvlink")]
 Where = Annotated[
     Literal["cpu", "cuda"] | None,
     option("nvlink, collective: where tensors live.", show_default="cuda"),
@@ -103,7 +105,7 @@ class Options:
     ]
     ranks: Annotated[int, option("Local processes; under torchrun its ranks count.", min=1)] = 4
     device: Where = None
-    engine: Annotated[str | None, option("nvlink: what is measured.", show_default="nvlink")] = None
+    engine: Engine = None
     topology: Annotated[
         str | None, option("twolevel, low_latency_nodes: NODESxRANKS.", show_default="two nodes")
     ] = None
@@ -137,10 +139,7 @@ class Options:
         changes = {name: given[name] for name in ("iterations", "warmup") if given[name]}
         changes["seed"] = self.seed
         if "engine" in entry.takes:
-            asked = words("--engine", self.engine or "nvlink", ENGINES)
-            if len(asked) > 1:
-                raise typer.BadParameter(f"{self.suite} measures one --engine at a time")
-            [changes["engine"]] = asked
+            changes["engine"] = self.engine or "nvlink"
             check_engine(changes["engine"], self.where)
         if "link_gbs" in entry.takes:
             known = NVLINK_GBS if self.where == "cuda" else None

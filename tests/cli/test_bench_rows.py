@@ -352,7 +352,6 @@ def test_the_link_rate_is_known_for_gpus_only(
 ) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(bench, "on_all_ranks", lambda *known: plans.append(known[-1]) or [])
-    monkeypatch.setattr(bench, "_report", lambda *_: None)
     run("--iterations", "7", "--warmup", "2", "--seed", "9", *arguments)
     [plan] = plans
     assert plan == replace(plan, iterations=7, warmup=2, seed=9, link_gbs=rate)

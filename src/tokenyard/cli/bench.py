@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
@@ -29,9 +28,10 @@ from tokenyard.cli.options import (
     check_device,
     check_folder,
     check_plot,
-    check_words,
     command,
+    list_of,
     option,
+    word_of,
 )
 from tokenyard.cli.progress import on_all_ranks, say
 from tokenyard.engines.known import AUTO, ENGINES
@@ -43,17 +43,24 @@ from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleave
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
 
-WORDS = {"skew": SKEWS, "dtype": DTYPES, "layout": LAYOUTS, "quantize": QUANTIZE}
-NUMBERS = ("tokens", "hidden", "topk", "experts")
+SWEPT = ("tokens", "hidden", "topk", "experts", "skew", "dtype", "layout", "quantize")
+"""Options that take lists; every combination is a case."""
 
-Engines = Annotated[
-    list[str] | None, option("Comma list; may be given several times.", show_default=AUTO)
-]
+
+def number(text: str) -> int:
+    """A whole number from 1."""
+    found = text.strip()
+    if not found.isdecimal() or not 1 <= int(found) <= LARGEST:
+        why = f"{found!r} must be a whole number of at least 1 (at most {LARGEST})"
+        raise typer.BadParameter(why)
+    return int(found)
+
+
 RATE = "GB/s of a rank's link, one way."
 Rate = Annotated[
     float | None, option(RATE, min=0.001, show_default="cuda: 370, NVLink; cpu: unknown")
 ]
-Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0, mxfp8: the cast in dispatch.")]
+Casts = Annotated[Any, list_of(word_of(QUANTIZE), f"Cast in dispatch: {', '.join(QUANTIZE)}")]
 Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
 
 
@@ -75,14 +82,14 @@ class Options:
         int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
     ] = 4
     device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
-    engine: Engines = None
-    tokens: Annotated[str, option("Tokens per rank. This and the next seven take lists.")] = "2048"
-    hidden: Annotated[str, option("Channels of a token.")] = "2048"
-    topk: Annotated[str, option("Experts per token.")] = "8"
-    experts: Annotated[str, option("Experts over all ranks.")] = "64"
-    skew: Annotated[str, option("uniform, zipf.")] = "uniform,zipf"
-    dtype: Annotated[str, option("bf16, fp16, fp32.")] = "bf16"
-    layout: Annotated[str, option("flat, expert_major, expert_padded.")] = "flat"
+    engine: Annotated[Any, list_of(word_of(ENGINES), ", ".join(ENGINES))] = AUTO
+    tokens: Annotated[Any, list_of(number, "Tokens per rank.")] = "2048"
+    hidden: Annotated[Any, list_of(number, "Channels of a token.")] = "2048"
+    topk: Annotated[Any, list_of(number, "Experts per token.")] = "8"
+    experts: Annotated[Any, list_of(number, "Experts over all ranks.")] = "64"
+    skew: Annotated[Any, list_of(word_of(SKEWS), ", ".join(SKEWS))] = "uniform,zipf"
+    dtype: Annotated[Any, list_of(word_of(DTYPES), ", ".join(DTYPES))] = "bf16"
+    layout: Annotated[Any, list_of(word_of(LAYOUTS), ", ".join(LAYOUTS))] = "flat"
     quantize: Casts = "none"
     iterations: Rounds = 20
     warmup: Annotated[int, option("Rounds before them.", min=1)] = 3
@@ -94,34 +101,12 @@ class Options:
     @property
     def plan(self) -> Plan:
         """What ranks do, checked."""
-        lists: dict[str, list[Any]] = {
-            name: numbers(f"--{name}", getattr(self, name)) for name in NUMBERS
-        }
-        for name, known in WORDS.items():
-            lists[name] = words(f"--{name}", getattr(self, name), list(known))
-        cases = sweep(**lists)
+        cases = sweep(**{name: getattr(self, name) for name in SWEPT})
         for case in cases:
             if case.topk > case.experts:
                 bad("--topk", f"{case.topk} must be at most --experts {case.experts}")
-        asked = words("--engine", ",".join(self.engine or [AUTO]), ENGINES)
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
-        return Plan(cases, asked, self.iterations, self.warmup, rate, self.seed)
-
-
-def words(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """A comma list of ``known``."""
-    found = [word.strip().lower() for word in text.split(",")]
-    check_words(option, found, known)
-    return found
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """A comma list of whole numbers from 1."""
-    found = [word.strip() for word in text.split(",")]
-    for word in found:
-        if not word.isdecimal() or not 1 <= int(word) <= LARGEST:
-            bad(option, f"{word!r} must be a whole number of at least 1 (at most {LARGEST})")
-    return [int(word) for word in found]
+        return Plan(cases, self.engine, self.iterations, self.warmup, rate, self.seed)
 
 
 # What ranks do
@@ -181,16 +166,6 @@ def measure(
     return lines
 
 
-def _report(rows: list[Measurement], plan: Plan, options: Options, console: Console) -> None:
-    print_report(rows, console, plan.iterations)
-    if options.json is not None:
-        write_json(options.json, rows, facts_of(plan, options.device))
-    if options.plot is not None:
-        from tokenyard.cli.plots import save_bench  # matplotlib is an extra
-
-        save_bench(options.plot, rows)
-
-
 @command(Options)
 def bench(options: Options) -> None:
     """Time dispatch and combine beside plain collectives: same process group, same run,
@@ -209,5 +184,11 @@ def bench(options: Options) -> None:
         check_plot(options.plot)
     rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
     if leads:
-        _report(rows, plan, options, console)
+        print_report(rows, console, plan.iterations)
+        if options.json is not None:
+            write_json(options.json, rows, facts_of(plan, options.device))
+        if options.plot is not None:
+            from tokenyard.cli.plots import save_bench  # matplotlib is an extra
+
+            save_bench(options.plot, rows)
     raise typer.Exit(int(any(row.error for row in rows)))

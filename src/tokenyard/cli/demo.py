@@ -22,9 +22,8 @@ from tokenyard.cli.consoles import (
     seconds_text,
 )
 from tokenyard.cli.demo_rank import Options, Part, run_rank
-from tokenyard.cli.options import bad, check_device, check_engine, check_plot, check_words, command
+from tokenyard.cli.options import bad, check_device, check_engine, check_plot, command
 from tokenyard.cli.progress import on_all_ranks
-from tokenyard.engines.known import ENGINES
 from tokenyard.errors import NotSupported
 from tokenyard.launch import under_torchrun
 
@@ -71,7 +70,6 @@ def _check(options: Options) -> int:
     if options.topk > options.experts:
         bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
     check_device(options.device)
-    check_words("--engine", [options.engine], ENGINES)
     check_engine(options.engine, options.device)
     return started
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tokenyard as ty
-from tokenyard.cli.options import MOST_PROCESSES, option
+from tokenyard.cli.options import MOST_PROCESSES, option, word_of
 from tokenyard.cli.progress import say
-from tokenyard.engines.known import AUTO
+from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.routing import expert_bounds, host_ints
 
 SHARED = ("embedding", "router")
@@ -48,7 +48,7 @@ class Options:
     experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
     topk: Annotated[int, option("Experts per token.", min=1)] = 2
     device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
-    engine: Annotated[str, option("What moves the rows.")] = AUTO
+    engine: Annotated[str, option("What moves the rows.", parser=word_of(ENGINES))] = AUTO
     steps: Annotated[int, option("Timed steps, after one to warm up.", min=1)] = 5
     plot: Plot = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
@@ -24,6 +24,26 @@ def option(text: str, **known: Any) -> Any:
     return typer.Option(help=text, **known)
 
 
+def word_of(known: Iterable[str]) -> Callable[[str], str]:
+    """What parses one of ``known``, in small letters or large."""
+
+    def parse(text: str) -> str:
+        if (found := text.strip().lower()) not in known:
+            raise typer.BadParameter(f"{found!r} is unknown; use one of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def list_of(parse: Callable[[str], object], text: str) -> Any:
+    """The option of a field that takes a comma list."""
+
+    def parse_all(given: str) -> list[object]:
+        return [parse(word) for word in given.split(",")]
+
+    return option(text, parser=parse_all, metavar="LIST")
+
+
 def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
     """Make a function of one argument a command: its options are fields of dataclass ``kind``."""
 
@@ -43,12 +63,6 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
 
 def bad(option: str, why: str) -> NoReturn:
     raise typer.BadParameter(why, param_hint=option)
-
-
-def check_words(option: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    for word in asked:
-        if word not in known:
-            bad(option, f"{word!r} is unknown; use one of {', '.join(known)}")
 
 
 def check_folder(path: Path | None, option: str) -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from tokenyard import __version__
 from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_tables, table_console
-from tokenyard.cli.options import check_plot, check_words, command, option
+from tokenyard.cli.options import check_plot, command, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
@@ -31,10 +31,7 @@ IGNORED = (
     "GPUs that wait for slower ones. The network was never measured."
 )
 
-Dtypes = Annotated[
-    list[str] | None,
-    option("bf16, fp8: of dispatched rows; may be given several times.", show_default="both"),
-]
+Dtypes = Annotated[Any, list_of(word_of(DTYPES), "bf16, fp8: of dispatched rows.")]
 Rate = Annotated[
     float | None, option("GB/s that leave a GPU inside its node.", show_default="as measured")
 ]
@@ -53,7 +50,7 @@ class Options:
     hidden: Annotated[int, option("Channels of a token.")] = 7168
     experts: Annotated[int, option("Experts over all ranks.")] = 256
     topk: Annotated[int, option("Experts per token.")] = 8
-    dtype: Dtypes = None
+    dtype: Dtypes = "bf16,fp8"
     sms: Annotated[int, option(f"Multiprocessors for calls, of {H200_SMS}.")] = H200_SMS
     buffer_bytes: Annotated[int, option("Bytes of all rings of a GPU.")] = DEFAULT_BUFFER_BYTES
     nvlink: Rate = None
@@ -74,9 +71,8 @@ def plan(options: Options) -> None:
     docs/how-to/planner.md says how far it is off.
     """
     check_plot(options.plot)
-    asked, given = options.dtype or list(DTYPES), asdict(options)
-    check_words("--dtype", asked, DTYPES)
-    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in asked]
+    given = asdict(options)
+    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in options.dtype]
     try:
         workload = Workload(**{name: given[name] for name in WORK})
         measured = HOPPER if options.rates is None else rates_from(options.rates, HOPPER)
