@@ -19,7 +19,7 @@ from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
 from tokenyard.planner.prediction import ONCE, Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
-from tokenyard.planner.rates import CALLS, HOPPER, Rates
+from tokenyard.planner.rates import CALLS, HOPPER
 from tokenyard.planner.record import rates_from
 from tokenyard.planner.traffic import SKEWS, Traffic
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
@@ -99,14 +99,8 @@ def plan(options: Options) -> None:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that :func:`print_plan` shows, with bytes and microseconds as plain numbers."""
-    work = asdict(plan.workload)
-    del work["dtype"]
-
-    def named(values: Rates | Traffic) -> dict[str, Any]:  # JSON knows no tuples with names
-        fields: dict[str, Any] = asdict(values)
-        return {
-            n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()
-        }
+    known = asdict(plan)
+    del known["workload"]["dtype"]
 
     def of(call: Call) -> dict[str, Any]:
         terms = asdict(call.terms)
@@ -118,20 +112,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "in_heap": terms.pop("in_heap"),
             "power": terms.pop("power"),
             "terms_us": terms,
-            "nvlink_bytes": call.nvlink._asdict(),
-            "nic_bytes": call.nic._asdict(),
+            "nvlink_bytes": asdict(call.nvlink),
+            "nic_bytes": asdict(call.nic),
         }
 
     return {
         "tokenyard": __version__,
-        "workload": work,
-        "rates": named(plan.rates),
-        "engine": plan.engine,
+        "rows": known.pop("traffic"),
+        **known,
+        "calls": [of(call) for call in plan.calls],
         "engine_runs": _when(plan),
         "low_latency_once_per_node": plan.workload.crosses_once,
-        "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
-        "rows": {skew: named(rows) for skew, rows in plan.traffic.items()},
-        "calls": [of(call) for call in plan.calls],
     }
 
 
