@@ -97,6 +97,10 @@ def doctor(options: Options) -> None:
         ranks = options.ranks or len(facts["gpus"] or []) or CPU_WORKLOAD_RANKS
         workload |= {"ranks": ranks, "layout": options.layout}
         machine = Machine(facts, untold, workload, asked=any(given.values()))
+        try:
+            assert machine.need
+        except ValueError as wrong:  # rings that hold no two rows
+            bad("--hidden", str(wrong))
         if options.self_test:
             run_self_tests(machine, options.timeout, spinner.update)
     document = diagnose(machine)
@@ -158,9 +162,7 @@ def diagnose(machine: Machine) -> dict[str, Any]:
 
 HOST = ("cpus", "memory", "shm", "limits", "hostname", "infiniband", "pci", "environment")
 SOFTWARE = ("python", "torch", "triton", "driver", "nccl", "nvshmem")
-GPU = ("index", "name", "capability", "memory_total", "memory_free", "mig", "uuid")
 TEST = ("device", "ranks", "engine", "seconds", "ok", "why")
-NEED = ("routing", "rows", "results", "buffers", "total")
 BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "buffers")
 
 
@@ -171,25 +173,29 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
         rows = [(name, text(name, facts[name]) or none[name]) for name in names]
         print_section(console, title, plain_table("<", "<", rows=rows))
     if facts["gpus"]:
-        print_section(console, "GPUs", _records(GPU, facts["gpus"]))
-        title = "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)"
-        print_section(console, title, _links(facts))
+        print_section(console, "GPUs", _records(facts["gpus"]))
     else:
         seen = "?" if facts["gpus"] is None else "none that torch sees"
         print_line(console, f"\n[bold]GPUs[/bold] {seen}")
+    if facts["links"]:
+        rows = [(str(gpu), *links) for gpu, links in enumerate(facts["links"])]
+        heads = ("<GPU", *(head for head, *_ in rows))
+        title = "Links between GPUs (NV18: 18 NVLinks)"
+        print_section(console, title, plain_table(*heads, rows=rows))
     engine = f"{document['engine']['name']}: {escape(document['engine']['why'])}"
     print_line(console, f"\n[bold]Engine[/bold] {engine}")
     title = f"Memory of a rank ({text('free', need['free']) or '?'} free on the {need['where']}): "
     cases = [{"routing": case} | need[case] for case in ("even", "most")]
-    print_section(console, title + text("", need["workload"]), _records(NEED, cases))
+    print_section(console, title + text("", need["workload"]), _records(cases))
     if document["self_tests"]:
-        print_section(console, "Self-test", _records(TEST, document["self_tests"]))
+        tests = [{key: test[key] for key in TEST} for test in document["self_tests"]]
+        print_section(console, "Self-test", _records(tests))
     else:
         print_line(console, "\n[bold]Self-test[/bold] not run")
     print_line(console, "")
     for name, why in untold.items():
         print_line(console, f"[yellow]could not tell: {escape(name)}: {escape(why)}[/yellow]")
-    _print_verdict(console, document["findings"])
+    _print_verdict(console, document)
 
 
 def text(name: str, value: Any) -> str:
@@ -211,37 +217,21 @@ def text(name: str, value: Any) -> str:
     return bytes_text(value) if name in BYTES else escape(str(value))
 
 
-def _records(keys: tuple[str, ...], records: list[dict[str, Any]]) -> Table:
-    heads = (f"<{key}" if isinstance(records[0][key], str) else key for key in keys)
-    rows = [[text(key, record[key]) or "?" for key in keys] for record in records]
+def _records(records: list[dict[str, Any]]) -> Table:
+    heads = (f"<{key}" if isinstance(value, str) else key for key, value in records[0].items())
+    rows = [[text(*known) or "?" for known in record.items()] for record in records]
     return plain_table(*heads, rows=rows)
 
 
-def _links(facts: dict[str, Any]) -> Table:
-    peers, gpus = facts["peers"], range(len(facts["gpus"]))
-
-    def cell(a: int, b: int) -> str:
-        if a == b:
-            return "-"
-        link = facts["links"][a][b] if facts["links"] else "reachable" if peers else "?"
-        apart = peers and not (peers[a][b] and peers[b][a])
-        return f"[red]{escape(link)} x[/red]" if apart else escape(link)
-
-    rows = [(str(a), *(cell(a, b) for b in gpus)) for a in gpus]
-    return plain_table("<GPU", *map(str, gpus), rows=rows)
-
-
-def _print_verdict(console: Console, findings: list[dict[str, str]]) -> None:
-    counts: list[str] = []
-    for kind in (PROBLEM, WARNING):
-        if number := sum(finding["severity"] == kind for finding in findings):
-            counts.append(f"{number} {kind}{'s' if number > 1 else ''}")
-    healthy = not any(finding["severity"] == PROBLEM for finding in findings)
-    verdict = "[green]Healthy[/green]" if healthy else "[bold red]Not healthy[/bold red]"
-    print_line(console, ": ".join([verdict, *filter(None, [" and ".join(counts)])]))
-    for finding in sorted(findings, key=lambda each: each["severity"] == PROBLEM):
-        colour = "bold red" if finding["severity"] == PROBLEM else "yellow"
-        head = f"{finding['severity'].upper()}: {escape(finding['symptom'])}"
-        print_line(console, f"[{colour}]{head}[/{colour}]")
-        print_line(console, f"  cause:  {escape(finding['cause'])}")
-        print_line(console, f"  remedy: {escape(finding['remedy'])}")
+def _print_verdict(console: Console, document: dict[str, Any]) -> None:
+    healthy = (
+        "[green]Healthy[/green]" if document["healthy"] else "[bold red]Not healthy[/bold red]"
+    )
+    print_line(console, healthy)
+    for severity, colour in ((WARNING, "yellow"), (PROBLEM, "bold red")):
+        for finding in document["findings"]:
+            if finding["severity"] == severity:
+                head = f"{severity.upper()}: {escape(finding['symptom'])}"
+                print_line(console, f"[{colour}]{head}[/{colour}]")
+                print_line(console, f"  cause:  {escape(finding['cause'])}")
+                print_line(console, f"  remedy: {escape(finding['remedy'])}")
