@@ -20,9 +20,10 @@ from tokenyard import launch
 from tokenyard.cli.bench import NVLINK_GBS, run_rank
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.consoles import leading_console
-from tokenyard.cli.options import check_device, check_engine, command, option, word_of
+from tokenyard.cli.options import bad, check_device, command, option, word_of
 from tokenyard.cli.progress import on_all_ranks
-from tokenyard.engines.known import ENGINES
+from tokenyard.engines.known import ENGINES, ON_KERNELS
+from tokenyard.engines.obstacles import obstacle_of
 
 NODES: dict[str, Any] = {"topology": (2, 1), "parts_tokens": 0}
 SMALL: dict[str, Any] = {"hidden": 256, "iterations": 2, "warmup": 1}
@@ -140,7 +141,9 @@ class Options:
         changes["seed"] = self.seed
         if "engine" in entry.takes:
             changes["engine"] = self.engine or "nvlink"
-            check_engine(changes["engine"], self.where)
+            if self.where == "cpu" and changes["engine"] in ON_KERNELS:
+                why = f"engine {changes['engine']!r} cannot work here: {obstacle_of(None)}"
+                bad("--engine", f"{why}; engine 'collective' can")
         if "link_gbs" in entry.takes:
             known = NVLINK_GBS if self.where == "cuda" else None
             changes["link_gbs"] = self.link_gbs or known

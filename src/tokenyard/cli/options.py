@@ -11,9 +11,6 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import torch
 import typer
 
-from tokenyard.engines.known import AUTO, COLLECTIVE
-from tokenyard.engines.obstacles import obstacle_of
-
 MOST_PROCESSES = 256
 """That a command starts."""
 T = TypeVar("T")
@@ -86,10 +83,3 @@ def check_device(device: str) -> None:
     """torch has a device of the kind that ``--device`` names."""
     if device == "cuda" and not torch.cuda.is_available():
         bad("--device", "torch sees no CUDA device here; use cpu")
-
-
-def check_engine(engine: str, device: str) -> None:
-    """On the CPU, the ``--engine`` needs no kernels. (Whether it fits GPUs, ranks find out.)"""
-    if device == "cpu" and engine not in (AUTO, COLLECTIVE):
-        why = f"engine {engine!r} cannot work here: {obstacle_of(None)}; engine 'collective' can"
-        bad("--engine", why)

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.demo_rank import Part
 from tokenyard.planner import prediction
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import COMBINE, DISPATCH
@@ -206,23 +205,25 @@ def heat_map(axes: Axes, matrix: Sequence[Sequence[float]], *, title: str, unit:
     axes.set(title=title, xlabel="destination rank", ylabel="source rank")
 
 
-def save_traffic(path: Path, parts: Sequence[Part], title: str) -> None:
-    """Write a figure of the bytes between ranks (per step) beside the tokens of each expert."""
+def save_traffic(
+    path: Path, sent: Sequence[Sequence[int]], load: Sequence[Sequence[int]], title: str
+) -> None:
+    """Write a figure of the bytes ``sent[source][destination]`` beside the tokens of each rank's
+    experts.
+    """
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    scale, unit = (1e6, "MB") if max(max(part.sent) for part in parts) >= 1e6 else (1e3, "kB")
-    traffic = [[value / scale for value in part.sent] for part in parts]
-    per_step = f"{unit} per step, forward and backward"
-    heat_map(left, traffic, title="Bytes between ranks", unit=per_step)
-    loads = [(rank, load) for rank, part in enumerate(parts) for load in part.load]
-    mean = sum(load for _, load in loads) / len(loads)
-    bars = right.bar(range(len(loads)), [load for _, load in loads])
-    for bar, (rank, _) in zip(bars, loads, strict=True):
-        bar.set_color(f"C{rank % 10}")
+    scale, unit = (1e6, "MB") if max(map(max, sent)) >= 1e6 else (1e3, "kB")
+    traffic = [[value / scale for value in row] for row in sent]
+    heat_map(left, traffic, title="Bytes between ranks", unit=f"{unit}, forward and backward")
+    first, mean = 0, sum(map(sum, load)) / sum(map(len, load))
+    for rank, counts in enumerate(load):
+        right.bar(range(first, first + len(counts)), counts, color=f"C{rank % 10}")
+        first += len(counts)
     right.axhline(mean, color="black", linestyle="--", label=f"mean {mean:.0f}")
     right.set(title="Expert load, a colour per rank", xlabel="expert", ylabel="tokens")
-    right.set_xlim(-0.7, len(loads) - 0.3)
+    right.set_xlim(-0.7, first - 0.3)
     right.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
     right.legend()
     figure.savefig(path, dpi=150)
