@@ -6,7 +6,6 @@ stores to the same GPUs.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from tokenyard.testing.baselines import all_gather, reduce_scatter
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, failure
 from tokenyard.testing.compare import assert_same_bits
-from tokenyard.testing.timing import on_ranks, slowest_rank
+from tokenyard.testing.timing import Clock, Timed, time_interleaved
 from tokenyard.topology import Topology
 
 _cuda: Any = torch.cuda
@@ -365,17 +364,24 @@ def _part(calls: Calls, which: int) -> float:
     return spent if which == 2 else after
 
 
+class Told(Clock):
+    """Of probes, which take the time of one call themselves."""
+
+    def time(self, call: Timed, number: int) -> tuple[float, float]:
+        spent: Any = call(number)
+        return 0.0, spent
+
+
 def _time(suite: Decode, probes: Sequence[Probe], device: torch.device) -> list[Line]:
     """The lines with times: every round times each probe once, in changing order."""
-    order, shuffled = list(range(len(probes))), random.Random(suite.seed)
-    times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)
-    for turn in range(-suite.warmup, suite.iterations):
-        shuffled.shuffle(order)
-        on_ranks(0, device)
-        for at in order:
-            spent = probes[at][1]()
-            if turn >= 0:
-                times[at, turn] = spent
-    slowest: Any = slowest_rank(times, device)
-    found = zip(probes, slowest.tolist(), strict=True)
-    return [replace(line, device_us=spent) for (line, _), spent in found]
+    times = time_interleaved(
+        [lambda _, take=take: take() for _, take in probes],
+        iterations=suite.iterations,
+        warmup=suite.warmup,
+        num_inputs=1,
+        device=device,
+        seed=suite.seed,
+        clock=Told(device),
+    )
+    found = zip(probes, times, strict=True)
+    return [replace(line, device_us=series and series.device) for (line, _), series in found]

@@ -168,8 +168,8 @@ class _Run:
         errors = check(
             calls, lambda number: DeviceTruth.of(batches[number]), len(batches), self.device
         )
-        series = time_interleaved(
-            [call.run for call, error in zip(calls, errors, strict=True) if not error],
+        times = time_interleaved(
+            [None if error else call.run for call, error in zip(calls, errors, strict=True)],
             iterations=suite.iterations * (1 if tokens > suite.tokens else 2),
             warmup=suite.warmup,
             num_inputs=len(batches),
@@ -177,10 +177,8 @@ class _Run:
             seed=suite.seed,
             clock=QueuedClock(self.device, HEAD_START_US, self.barrier),
         )
-        times = iter(series)
-        for call, error in zip(calls, errors, strict=True):
-            found = None if error else next(times)
-            line = line_of(call, error, found, suite.link_gbs)
+        for call, error, series in zip(calls, errors, times, strict=True):
+            line = line_of(call, error, series, suite.link_gbs)
             known = {"section": section, "kind": call.kind, "bar_us": call.bar_us}
             self._say(Line.of(line, **known))
 

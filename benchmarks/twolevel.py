@@ -151,15 +151,13 @@ class _Run:
         """Collective."""
         counted = [Counted(call, batches, self.suite.grid) for call in calls]
         errors = self._check(counted, batches, [""] * len(counted))
-        right = [each for each, error in zip(counted, errors, strict=True) if not error]
-        others = [self._other_bytes(each) if case.rings else None for each in right]
-        measured = iter(zip(self._time(right), others, strict=True))
-        found = [None if error else next(measured) for error in errors]
+        right = [None if error else each for each, error in zip(counted, errors, strict=True)]
+        others = [self._other_bytes(each) if each and case.rings else None for each in right]
+        times = self._time(right, len(batches))
         errors = self._check(counted, batches, errors)
-        for each, error, known in zip(counted, errors, found, strict=True):
+        for each, error, series, other in zip(counted, errors, times, others, strict=True):
             line = self._line(each, error)
-            if known is not None and not line.error:
-                series, other = known
+            if series is not None and not line.error:
                 assert line.network is not None
                 line = replace(
                     line,
@@ -194,10 +192,9 @@ class _Run:
     def _per_call(self, times: list[float]) -> list[float]:
         return [each / self.suite.calls for each in times]
 
-    def _time(self, right: Sequence[Counted]) -> list[Series]:
-        inputs = right[0].num_inputs if right else 1
+    def _time(self, right: Sequence[Counted | None], inputs: int) -> list[Series | None]:
         return time_interleaved(
-            [partial(_several, each.call, self.suite.calls, inputs) for each in right],
+            [each and partial(_several, each.call, self.suite.calls, inputs) for each in right],
             iterations=self.suite.iterations,
             warmup=self.suite.warmup,
             num_inputs=inputs,

@@ -146,24 +146,23 @@ def measure(
     """Check every call, then measure memory and time of those that were right. Collective."""
     errors = check(calls, truth, NUM_INPUTS, device)
     say("measuring memory and time")
-    right = [call for call, error in zip(calls, errors, strict=True) if not error]
+    right = [None if error else call for call, error in zip(calls, errors, strict=True)]
     peaks = [
-        on_ranks(peak_extra_bytes(each.run, 0, device) + each.kept_bytes, device) for each in right
+        call and on_ranks(peak_extra_bytes(call.run, 0, device) + call.kept_bytes, device)
+        for call in right
     ]
-    series = time_interleaved(
-        [call.run for call in right],
+    times = time_interleaved(
+        [call and call.run for call in right],
         iterations=plan.iterations,
         warmup=plan.warmup,
         num_inputs=NUM_INPUTS,
         device=device,
         seed=plan.seed,
     )
-    measured = iter(zip(series, peaks, strict=True))
-    lines: list[Measurement] = []
-    for call, error in zip(calls, errors, strict=True):
-        times, peak = (None, None) if error else next(measured)
-        lines.append(line_of(call, error, times, plan.link_gbs, peaks=peak))
-    return lines
+    return [
+        line_of(call, error, series, plan.link_gbs, peaks=peak)
+        for call, error, series, peak in zip(calls, errors, times, peaks, strict=True)
+    ]
 
 
 @command(Options)
