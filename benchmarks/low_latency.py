@@ -23,6 +23,7 @@ from benchmarks.record import Line
 from benchmarks.twolevel_calls import NVSHMEM
 from tokenyard.cli.progress import say
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
+from tokenyard.reference_sums import sum_ranks
 from tokenyard.testing.baselines import all_gather, reduce_scatter
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, failure
@@ -211,16 +212,14 @@ def _summed(batch: Batch, truth: DeviceTruth, per_node: int | None = None) -> Te
     )
     idx, weights = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
     share = batch.experts // size
-    total = node = torch.zeros_like(rows)
+    parts: list[Tensor] = []
     for rank in range(size):
         part = torch.zeros_like(rows)
         for pick in range(idx.shape[1]):
             here = (idx[:, pick] >= 0) & (idx[:, pick] // share == rank)
             part += torch.where(here[:, None], rows * weights[:, pick, None], 0.0)
-        node = node + part.to(torch.bfloat16).float()
-        if (rank + 1) % (per_node or size) == 0:
-            total, node = total + node.to(torch.bfloat16).float(), torch.zeros_like(rows)
-    return total.to(torch.bfloat16)
+        parts.append(part)
+    return sum_ranks(parts, per_node, torch.bfloat16).to(torch.bfloat16)
 
 
 def run_decode(device: torch.device, suite: Decode) -> list[Line]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard as ty
-from benchmarks.batches import make_batches
+from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.calls import IN_PLACE, SuiteCall, collectives, library_calls
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line, Network, network_gbs
@@ -29,7 +29,6 @@ from benchmarks.twolevel_calls import (
     NCCL,
     NVSHMEM,
     Counted,
-    GridTruth,
     TwoLevel,
     rows_across,
 )
@@ -210,10 +209,10 @@ class _Run:
         out. Collective.
         """
 
-        def truths(number: int) -> dict[int, GridTruth]:
+        def truths(number: int) -> dict[int, DeviceTruth]:
             batch = batches[number]
             x = gathered(batch.x)
-            return {tree: GridTruth(batch, x, tree) for tree in {each.tree for each in counted}}
+            return {tree: DeviceTruth(batch, x, tree) for tree in {each.tree for each in counted}}
 
         return check(counted, truths, len(batches), self.device, errors)
 

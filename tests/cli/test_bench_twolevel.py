@@ -20,6 +20,7 @@ import tokenyard as ty
 from benchmarks import __main__ as command
 from benchmarks import twolevel as network
 from benchmarks.__main__ import app
+from benchmarks.batches import DeviceTruth
 from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
 from benchmarks.record import Line, Network
 from benchmarks.twolevel import (
@@ -31,7 +32,7 @@ from benchmarks.twolevel import (
     failed,
     run_twolevel,
 )
-from benchmarks.twolevel_calls import BAR_GBS, GridTruth, rows_across
+from benchmarks.twolevel_calls import BAR_GBS, rows_across
 from benchmarks.twolevel_report import judged, twolevel_markdown
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard import reference
@@ -106,7 +107,7 @@ def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
     want = reference.combine(rows, received, ranks_per_node=tree)
     other = reference.combine(rows, received, ranks_per_node=None if per_node == 2 else 2)
     truths = [
-        GridTruth(
+        DeviceTruth(
             Batch(x[rank], torch.stack(idx), torch.stack(weights), rank, experts),
             torch.cat(x),
             per_node,
