@@ -183,7 +183,7 @@ def bench(options: Options) -> None:
         check_plot(options.plot)
     rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
     if leads:
-        print_report(rows, console, plan.iterations)
+        print_report(rows, console)
         if options.json is not None:
             write_json(options.json, rows, facts_of(plan, options.device))
         if options.plot is not None:
