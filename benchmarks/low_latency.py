@@ -287,11 +287,7 @@ def _make(
     forced = {PUTS_VARIABLE: str(int(way.puts))}
     with mock.patch.dict(os.environ, {} if topology is None else forced):
         ep = ty.ExpertParallel(
-            **case.sizes,
-            engine=way.engine,
-            device=device,
-            topology=topology,
-            once_per_node=way.once,
+            **case.arguments, engine=way.engine, device=device, once_per_node=way.once
         )
     found.append(Calls(ep, batches, tree))
     assert not way.puts or NVSHMEM in ep.why, f"puts are not NVSHMEM's: {ep.why}"

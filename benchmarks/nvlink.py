@@ -193,13 +193,7 @@ class _Run:
 
         def ep() -> ty.ExpertParallel:
             return stack.enter_context(
-                ty.ExpertParallel(
-                    **case.sizes,
-                    engine=case.engine,
-                    num_sms=case.sms,
-                    buffer_bytes=case.rings,
-                    device=self.device,
-                )
+                ty.ExpertParallel(**case.arguments, engine=case.engine, device=self.device)
             )
 
         def make() -> None:

@@ -79,14 +79,7 @@ class _Run:
         found = list[ty.ExpertParallel]()
 
         def make() -> None:
-            ep = ty.ExpertParallel(
-                **case.sizes,
-                engine=case.engine,
-                num_sms=case.sms,
-                buffer_bytes=case.rings,
-                device=self.device,
-                topology=case.topology,
-            )
+            ep = ty.ExpertParallel(**case.arguments, engine=case.engine, device=self.device)
             found.append(ep)
             self.held[ep] = ep.buffer_bytes
 

@@ -168,7 +168,7 @@ def test_cases_and_baselines_tell_what_they_move_and_keep(ranks: Ranks) -> None:
     batches, inputs = sweep_inputs(CASE, 0, ranks.device, NUM_INPUTS)
     there = traffic_of(inputs, CASE.row_bytes)
     back = traffic_of(inputs, CASE.combined_row_bytes, back=True)
-    make = partial(ty.ExpertParallel, **CASE.sizes, engine="collective", device=ranks.device)
+    make = partial(ty.ExpertParallel, **CASE.arguments, engine="collective", device=ranks.device)
     with make() as ep:
         dispatch, cached, combine = bench.engine_calls(ep, CASE, batches)
         assert (dispatch.least, cached.least, combine.least) == (there, there, back)

@@ -37,11 +37,10 @@ from doctor_machines import (
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor, doctor_findings
 from tokenyard.cli.consoles import bytes_text
-from tokenyard.cli.doctor import print_document
+from tokenyard.cli.doctor import HIDDEN, TOKENS, TOPK, check_rank, print_document
 from tokenyard.cli.doctor_ask import ask
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_probes import Record
-from tokenyard.cli.doctor_selftest import HIDDEN, TOKENS, TOPK, check_rank
 from tokenyard.testing.cases import Case, all_sent
 from tokenyard.testing.checked_calls import Batch, Oracle, share
 
@@ -148,7 +147,7 @@ def test_what_the_self_tests_run_on(facts: Record, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(doctor, "ask", asked)
     made = machine(facts)
-    doctor.run_self_tests(made, 30, str)
+    doctor.run_self_tests(made, 30)
     assert made.self_tests[0] == ran(why="because", seconds=1.5)
     assert words[0] == ("self-test", "cpu", "2", "collective", "15.0")
     if facts["gpus"]:

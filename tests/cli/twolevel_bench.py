@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 if __name__ == "__main__":
@@ -41,14 +42,8 @@ def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
 
     def body(ranks: SimulatedRank) -> None:
         group = SimulatedGroup(ranks)
-        make = partial(
-            ty.ExpertParallel,
-            group,
-            **case.sizes,
-            engine="twolevel",
-            topology=(nodes, per_node),
-            buffer_bytes=64 << 10,
-        )
+        small = replace(case, rings=64 << 10, topology=(nodes, per_node))
+        make = partial(ty.ExpertParallel, group, **small.arguments, engine="twolevel")
         ep, other = make(), make()
         batch = Batch(x[ep.rank], idx, weights, ep.rank, case.experts)
         calls = library_calls(ep, case, [batch], ALL_KINDS, lambda: other)

@@ -126,7 +126,7 @@ def run_case(case: Case, plan: Plan, device: torch.device) -> list[Measurement]:
         calls: list[Call] = []
         for engine in plan.engines:
             try:
-                ep = ty.ExpertParallel(**case.sizes, engine=engine, device=device)
+                ep = ty.ExpertParallel(**case.arguments, engine=engine, device=device)
                 calls += engine_calls(objects.enter_context(ep), case, batches)
             except ty.NotSupported as error:
                 known: dict[str, Any] = {"name": f"tokenyard {engine}", "error": str(error)}

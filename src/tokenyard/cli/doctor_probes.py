@@ -309,7 +309,7 @@ QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "p2p": lambda *uuids: matrix(peer_access, uuids),
     },
     "self-test": {
-        "self-test": lambda *words: import_module("tokenyard.cli.doctor_selftest").run(*words)
+        "self-test": lambda *words: import_module("tokenyard.cli.doctor").self_test(*words)
     },
 }
 """By the process that answers and the name of the fact. What may hang comes last."""

@@ -66,10 +66,11 @@ class Case:
         return self.hidden * DTYPES[self.dtype].itemsize
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """What every ``ExpertParallel`` for this case is made with."""
+    def arguments(self) -> dict[str, Any]:
+        """What every ``ExpertParallel`` for this case is made with, besides engine and device."""
         sizes = {"num_experts": self.experts, "hidden": self.hidden, "num_topk": self.topk}
-        return {**sizes, "max_tokens_per_rank": self.tokens}
+        limits = {"num_sms": self.sms, "buffer_bytes": self.rings, "topology": self.topology}
+        return {**sizes, "max_tokens_per_rank": self.tokens, **limits}
 
 
 def sweep(**lists: list[Any]) -> list[Case]:
