@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import tokenyard
-from tokenyard.cli.consoles import print_line, print_tables
+from tokenyard.cli.consoles import print_line, print_table
 from tokenyard.testing.baselines import PLAIN_EXCHANGE
 from tokenyard.testing.cases import Case, mean_busiest
 from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Call
@@ -147,7 +147,7 @@ def print_report(rows: list[Measurement], console: Console) -> None:
     """A table for each point of the sweep, and under it why rows have no time."""
     for case in dict.fromkeys(row.case for row in rows):
         mine = [row for row in rows if row.case == case]
-        print_tables(console, {title_of(case): (COLUMNS, [_cells(row, mine) for row in mine])})
+        print_table(console, title_of(case), COLUMNS, [_cells(row, mine) for row in mine])
         for row in mine:
             if row.error:
                 print_line(console, escape(f"NO TIME for {row.phase} by {row.name}: {row.error}"))

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.bar import Bar
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tokenyard as ty
-from tokenyard.cli.consoles import Rows, bytes_text, leading_console, print_line, print_tables
+from tokenyard.cli.consoles import bytes_text, leading_console, print_line, print_table
 from tokenyard.cli.options import (
     MOST_PROCESSES,
     bad,
@@ -284,31 +284,20 @@ def print_result(console: Console, parts: Sequence[Part]) -> bool:
         counts = (rank, len(part.load), part.tokens, part.rows)
         moved = (sum(part.sent), sum(part.received))
         ranks.append((*map(str, counts), *map(bytes_text, moved)))
+    columns = "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received"
+    print_table(console, "Ranks (bytes over the wire, forward and backward)", columns, ranks)
     load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
     most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
-    experts = [
-        (
-            str(number),
-            str(rank),
-            str(count),
-            Bar(most, 0, count, width=40, color=BAR_COLOURS[rank % 2]),
-        )
-        for number, (rank, count) in enumerate(load)
-    ]
+    experts: list[tuple[RenderableType, ...]] = []
+    for number, (rank, count) in enumerate(load):
+        bar = Bar(most, 0, count, width=40, color=BAR_COLOURS[rank % 2])
+        experts.append((*map(str, (number, rank, count)), bar))
+    title = f"Expert load (the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens)"
+    print_table(console, title, "Expert|Rank|Tokens|<", experts)
     errors = {name: max(part.errors[name] for part in parts) for name in parts[0].errors}
     compared = [(escape(name), f"{error:.1e}") for name, error in errors.items()]
-    sections: dict[str, tuple[str, Rows]] = {
-        "Ranks (bytes over the wire, forward and backward)": (
-            "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received",
-            ranks,
-        ),
-        f"Expert load (the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens)": (
-            "Expert|Rank|Tokens|<",
-            experts,
-        ),
-        "Relative error against the same layer on one process": ("<Tensor|Error", compared),
-    }
-    print_tables(console, sections)
+    title = "Relative error against the same layer on one process"
+    print_table(console, title, "<Tensor|Error", compared)
     print_line(console, "")
     wrong = {name: error for name, error in errors.items() if not error <= LIMIT}
     for name, error in wrong.items():

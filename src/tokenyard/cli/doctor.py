@@ -19,14 +19,12 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tokenyard import ExpertParallel
 from tokenyard.cli.consoles import (
     bytes_text,
-    plain_table,
     print_line,
-    print_section,
+    print_table,
     seconds_text,
     table_console,
 )
@@ -214,25 +212,24 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
     for title, names in (("Host", HOST), ("Software", SOFTWARE)):
         none = {name: "?" if name in untold else "none" for name in names}
         rows = [(name, text(name, facts[name]) or none[name]) for name in names]
-        print_section(console, title, plain_table("<", "<", rows=rows))
+        print_table(console, title, "<|<", rows)
     if facts["gpus"]:
-        print_section(console, "GPUs", _records(facts["gpus"]))
+        _print_records(console, "GPUs", facts["gpus"])
     else:
         seen = "?" if facts["gpus"] is None else "none that torch sees"
         print_line(console, f"\n[bold]GPUs[/bold] {seen}")
     if facts["links"]:
         rows = [(str(gpu), *links) for gpu, links in enumerate(facts["links"])]
-        heads = ("<GPU", *(head for head, *_ in rows))
-        title = "Links between GPUs (NV18: 18 NVLinks)"
-        print_section(console, title, plain_table(*heads, rows=rows))
+        heads = "|".join(["<GPU", *(gpu for gpu, *_ in rows)])
+        print_table(console, "Links between GPUs (NV18: 18 NVLinks)", heads, rows)
     engine = f"{document['engine']['name']}: {escape(document['engine']['why'])}"
     print_line(console, f"\n[bold]Engine[/bold] {engine}")
     title = f"Memory of a rank ({text('free', need['free']) or '?'} free on the {need['where']}): "
     cases = [{"routing": case} | need[case] for case in ("even", "most")]
-    print_section(console, title + text("", need["workload"]), _records(cases))
+    _print_records(console, title + text("", need["workload"]), cases)
     if document["self_tests"]:
         tests = [{key: test[key] for key in TEST} for test in document["self_tests"]]
-        print_section(console, "Self-test", _records(tests))
+        _print_records(console, "Self-test", tests)
     else:
         print_line(console, "\n[bold]Self-test[/bold] not run")
     print_line(console, "")
@@ -260,10 +257,10 @@ def text(name: str, value: Any) -> str:
     return bytes_text(value) if name in BYTES else escape(str(value))
 
 
-def _records(records: list[dict[str, Any]]) -> Table:
+def _print_records(console: Console, title: str, records: list[dict[str, Any]]) -> None:
     heads = (f"<{key}" if isinstance(value, str) else key for key, value in records[0].items())
     rows = [[text(*known) or "?" for known in record.items()] for record in records]
-    return plain_table(*heads, rows=rows)
+    print_table(console, title, "|".join(heads), rows)
 
 
 def _print_verdict(console: Console, document: dict[str, Any]) -> None:

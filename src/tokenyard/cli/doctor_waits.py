@@ -11,7 +11,7 @@ from statistics import median_low
 
 from rich.console import Console
 
-from tokenyard.cli.consoles import plain_table, print_line, print_section, seconds_text
+from tokenyard.cli.consoles import print_line, print_table, seconds_text
 
 METRIC = "tokenyard_wait_seconds_total"
 _LINE = re.compile(rf"^{METRIC}\{{(.*)\}} (\S+)$", re.MULTILINE)
@@ -122,8 +122,8 @@ def print_waits(console: Console, waits: Waits) -> None:
             longest = max(waited, key=lambda to: waited[to])
             numbers = (min(waited.values()), sum(waited.values()) / len(waited), waited[longest])
             rows.append((str(source), *map(seconds_text, numbers), str(longest)))
-        table = plain_table("rank", "least", "mean", "most", "by rank", rows=rows)
-        print_section(console, f"Waits for {what} of a rank, by the others", table)
+        title = f"Waits for {what} of a rank, by the others"
+        print_table(console, title, "rank|least|mean|most|by rank", rows)
     slow = slow_in(waits)
     print_line(console, "")
     for each in slow:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_tables, table_console
+from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_table, table_console
 from tokenyard.cli.options import check_plot, command, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
@@ -150,26 +150,17 @@ def print_plan(console: Console, plan: Plan) -> None:
         times.append((*names, *map(us_text, limits), terms.bound))
         flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
         moved.append((*names, *map(bytes_text, flows)))
-    tables: dict[str, tuple[str, Rows]] = {
-        "Time (us; each limit were it alone)": (
-            f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
-            times,
-        ),
-        "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
-            f"{head}|NVLink|mean|NIC|mean",
-            moved,
-        ),
-        f"Rows of engine {engine} and what once per node saves": (
-            "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
-            "saved",
-            [_rows(rows) for rows in plan.traffic.values()],
-        ),
-        f"Sizes of engine {engine}": (
-            "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
-            _sizes(plan),
-        ),
-    }
-    print_tables(console, tables)
+    columns = f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by"
+    print_table(console, "Time (us; each limit were it alone)", columns, times)
+    title = "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)"
+    print_table(console, title, f"{head}|NVLink|mean|NIC|mean", moved)
+    title = f"Rows of engine {engine} and what once per node saves"
+    columns = (
+        "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|saved"
+    )
+    print_table(console, title, columns, map(_rows, plan.traffic.values()))
+    columns = "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory"
+    print_table(console, f"Sizes of engine {engine}", columns, _sizes(plan))
     there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
     print_line(
         console,
