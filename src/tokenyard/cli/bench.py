@@ -36,15 +36,22 @@ from tokenyard.cli.options import (
 from tokenyard.cli.progress import on_all_ranks, say
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
-from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
+from tokenyard.testing.cases import (
+    DTYPES,
+    LAYOUTS,
+    NUM_INPUTS,
+    NUMBERS,
+    QUANTIZE,
+    SKEWS,
+    WORDS,
+    Case,
+    sweep,
+)
 from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
 from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
-
-SWEPT = ("tokens", "hidden", "topk", "experts", "skew", "dtype", "layout", "quantize")
-"""Options that take lists; every combination is a case."""
 
 
 def number(text: str) -> int:
@@ -101,7 +108,7 @@ class Options:
     @property
     def plan(self) -> Plan:
         """What ranks do, checked."""
-        cases = sweep(**{name: getattr(self, name) for name in SWEPT})
+        cases = sweep(**{name: getattr(self, name) for name in (*NUMBERS, *WORDS)})
         for case in cases:
             if case.topk > case.experts:
                 bad("--topk", f"{case.topk} must be at most --experts {case.experts}")

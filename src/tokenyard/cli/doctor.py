@@ -21,13 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import ExpertParallel
-from tokenyard.cli.consoles import (
-    bytes_text,
-    print_line,
-    print_table,
-    seconds_text,
-    table_console,
-)
+from tokenyard.cli.consoles import bytes_text, print_line, print_table, seconds_text, table_console
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, UNLIMITED, WARNING, findings
 from tokenyard.cli.doctor_machine import Machine

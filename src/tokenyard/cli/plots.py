@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.planner import prediction
-from tokenyard.testing.cases import Case
+from tokenyard.testing.cases import NUMBERS, WORDS, Case
 from tokenyard.testing.checked_calls import COMBINE, DISPATCH
 
 MARKERS = "osD^vPX*"
@@ -96,10 +96,6 @@ def _draw(axes: Axes, panel: Panel, looks: Mapping[str, Look]) -> None:
 
 # tokenyard bench
 
-SWEPT = ("tokens", "hidden", "topk", "experts")
-"""Numbers of a case: curves run over the first that was swept."""
-WORDS = (*SWEPT, "skew", "dtype", "layout", "quantize")
-
 
 def curves_of(
     rows: Iterable[Measurement], axis: str, label: Callable[[Any], str]
@@ -120,12 +116,14 @@ def curves_of(
 
 
 def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
-    """Write a PNG, a line of panels per kind of case: dispatch, fresh and cached, and combine."""
+    """Write a PNG over the first number that was swept, a line of panels per kind of case:
+    dispatch, fresh and cached, and combine.
+    """
     rows = [row for row in rows if row.wall]
-    values = {name: {getattr(row.case, name) for row in rows} for name in WORDS}
-    axis = next((name for name in SWEPT if len(values[name]) > 1), SWEPT[0])
-    apart = [name for name in WORDS if len(values[name]) > 1 and name != axis]
-    same = [f"{name} {each}" for name in WORDS for each in values[name] if len(values[name]) == 1]
+    values = {name: {getattr(row.case, name) for row in rows} for name in (*NUMBERS, *WORDS)}
+    axis = next((name for name in NUMBERS if len(values[name]) > 1), NUMBERS[0])
+    apart = [name for name, found in values.items() if len(found) > 1 and name != axis]
+    same = [f"{name} {each}" for name, found in values.items() for each in found if len(found) == 1]
 
     def kind(case: Case) -> str:
         return "".join(f", {name} {getattr(case, name)}" for name in apart)
@@ -152,13 +150,7 @@ def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
 # tokenyard plan
 
 PLANNED = "nvlink, then twolevel"
-DRAWN = (
-    PLANNED,
-    prediction.LOW_LATENCY,
-    prediction.ONCE,
-    prediction.COLLECTIVE,
-    prediction.FLAT,
-)
+DRAWN = (PLANNED, prediction.LOW_LATENCY, prediction.ONCE, prediction.COLLECTIVE, prediction.FLAT)
 DTYPES: dict[str, Look] = {"bf16": {"marker": "o"}, "fp8": {"marker": "s", "linestyle": "--"}}
 
 

@@ -22,6 +22,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 QUANTIZE = {"none": None, **{mode.name.lower(): mode for mode in Quantize}}
 SKEWS = ("uniform", "zipf")
+NUMBERS, WORDS = ("tokens", "hidden", "topk", "experts"), ("skew", "dtype", "layout", "quantize")
+"""Fields of a case that a sweep takes lists of."""
 
 
 @dataclass(frozen=True, slots=True)
