@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks import collective, low_latency_report, nvlink_report, twolevel_report
 from benchmarks.low_latency import Decode, run_decode
@@ -18,12 +17,13 @@ from benchmarks.nvlink import Suite, run_suite
 from benchmarks.record import Page, write_record
 from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
-from tokenyard.cli.bench import NVLINK_GBS, run_rank, words
+from tokenyard.cli.bench import NVLINK_GBS, run_rank
 from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.consoles import leading_console
-from tokenyard.cli.options import check_device, check_engine, command, option
-from tokenyard.cli.progress import on_all_ranks, progress
-from tokenyard.engines.known import ENGINES
+from tokenyard.cli.options import bad, check_device, command, option, word_of
+from tokenyard.cli.progress import on_all_ranks
+from tokenyard.engines.known import ENGINES, ON_KERNELS
+from tokenyard.engines.obstacles import obstacle_of
 
 NODES: dict[str, Any] = {"topology": (2, 1), "parts_tokens": 0}
 SMALL: dict[str, Any] = {"hidden": 256, "iterations": 2, "warmup": 1}
@@ -34,7 +34,7 @@ class Entry:
     """A suite: what it measures (and a tiny one, to try it), how, and its page.
 
     Attributes:
-        preset, tiny: by device. run: one rank's part, of (device, suite, counter).
+        preset, tiny: by device. run: one rank's part, of (device, suite).
         takes: options besides --ranks, --iterations, --warmup, --seed, --tiny and --out.
     """
 
@@ -88,6 +88,8 @@ Rate = Annotated[
     float | None,
     option("GB/s of a rank's link, one way.", min=0.001, show_default="370 on cuda"),
 ]
+WHAT = "nvlink: what is measured."
+Engine = Annotated[str | None, option(WHAT, parser=word_of(ENGINES), show_default="nvlink")]
 Where = Annotated[
     Literal["cpu", "cuda"] | None,
     option("nvlink, collective: where tensors live.", show_default="cuda"),
@@ -104,7 +106,7 @@ class Options:
     ]
     ranks: Annotated[int, option("Local processes; under torchrun its ranks count.", min=1)] = 4
     device: Where = None
-    engine: Annotated[str | None, option("nvlink: what is measured.", show_default="nvlink")] = None
+    engine: Engine = None
     topology: Annotated[
         str | None, option("twolevel, low_latency_nodes: NODESxRANKS.", show_default="two nodes")
     ] = None
@@ -138,11 +140,10 @@ class Options:
         changes = {name: given[name] for name in ("iterations", "warmup") if given[name]}
         changes["seed"] = self.seed
         if "engine" in entry.takes:
-            asked = words("--engine", self.engine or "nvlink", ENGINES)
-            if len(asked) > 1:
-                raise typer.BadParameter(f"{self.suite} measures one --engine at a time")
-            [changes["engine"]] = asked
-            check_engine(changes["engine"], self.where)
+            changes["engine"] = self.engine or "nvlink"
+            if self.where == "cpu" and changes["engine"] in ON_KERNELS:
+                why = f"engine {changes['engine']!r} cannot work here: {obstacle_of(None)}"
+                bad("--engine", f"{why}; engine 'collective' can")
         if "link_gbs" in entry.takes:
             known = NVLINK_GBS if self.where == "cuda" else None
             changes["link_gbs"] = self.link_gbs or known
@@ -163,13 +164,11 @@ def grid(text: str | None, ranks: int) -> tuple[int, int]:
     )
 
 
-def measure(suite: Any, options: Options, console: Console) -> Sequence[Measurement]:
+def measure(suite: Any, options: Options) -> Sequence[Measurement]:
     """The lines of a suite, on the ranks of the launcher if there is one, else on processes."""
     if isinstance(suite, TwoLevel):
-        return on_both_engines(suite, options.where, console)
-    run = SUITES[options.suite].run
-    with progress(suite.stages, console, live=options.suite == "collective") as counter:
-        return on_all_ranks(run, options.ranks, options.where, suite, counter)
+        return on_both_engines(suite, options.where)
+    return on_all_ranks(SUITES[options.suite].run, options.ranks, options.where, suite)
 
 
 @command(Options)
@@ -185,7 +184,7 @@ def main(options: Options) -> None:
     """
     suite = options.preset()
     leads, console = leading_console()
-    lines = measure(suite, options, console)
+    lines = measure(suite, options)
     if leads:
         name = getattr(suite, "engine", options.suite) + ("-tiny" if options.tiny else "")
         used = options.world_size if "topology" in SUITES[options.suite].takes else None

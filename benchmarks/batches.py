@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,13 @@ from torch import Tensor
 
 import tokenyard as ty
 from tokenyard.formats import quantize
+from tokenyard.reference_sums import sum_ranks
 from tokenyard.routing import expert_bounds
 from tokenyard.testing.baselines import gathered
 from tokenyard.testing.cases import DTYPES, NUM_INPUTS, Case
 from tokenyard.testing.checked_calls import Batch, share
 from tokenyard.testing.compare import assert_same_bits
 from tokenyard.testing.routings import routing
-
-T = TypeVar("T", bound="DeviceTruth")
 
 
 def make_batches(case: Case, device: torch.device, seed: int) -> list[Batch]:
@@ -43,14 +42,15 @@ def _batch(case: Case, device: torch.device, seed: int) -> Batch:
 @dataclass(frozen=True)
 class DeviceTruth:
     """What calls on one batch must return on this rank; ``x [R * T, H]`` is what all ranks send, in
-    rank order.
+    rank order. ``per_node``: ranks of a node, which are summed first; None: all.
     """
 
     batch: Batch
     x: Tensor
+    per_node: int | None = None
 
     @classmethod
-    def of(cls: type[T], batch: Batch) -> T:
+    def of(cls, batch: Batch) -> DeviceTruth:
         """Collective."""
         return cls(batch, gathered(batch.x))
 
@@ -97,10 +97,11 @@ class DeviceTruth:
         assert_same_bits(recv.tokens_per_expert, counts, what="tokens_per_expert")
 
     def check_combined(self, y: Tensor) -> None:
-        """The sum of ``FLAT`` rows times :func:`share` of their rank, added in rank order."""
+        """The sum of ``FLAT`` rows times :func:`share` of their rank, by the oracle's tree."""
         batch = self.batch
-        total = torch.zeros(batch.x.shape, dtype=torch.float32, device=batch.x.device)
+        parts: list[Tensor] = []
         for rank in range(batch.topk_idx.shape[0]):
             sent = batch.picks_of(rank)[batch.rank].any(1, keepdim=True)
-            total += torch.where(sent, (batch.x * share(rank)).float(), 0.0)
-        assert_same_bits(y, total.to(y.dtype), what="combined")
+            parts.append(torch.where(sent, (batch.x * share(rank)).float(), 0.0))
+        wanted = sum_ranks(parts, self.per_node, y.dtype).to(y.dtype)
+        assert_same_bits(y, wanted, what="combined")

@@ -8,9 +8,11 @@ from typing import Any
 
 from benchmarks.record import Page, find, head, markdown_table, times
 from tokenyard.cli.bench import Plan
-from tokenyard.cli.bench_report import Measurement, verdicts
+from tokenyard.cli.bench_report import Measurement, ratio
 from tokenyard.cli.plots import save_bench
+from tokenyard.testing.baselines import FRESH_COPIES, KEPT_COPIES
 from tokenyard.testing.cases import sweep
+from tokenyard.testing.checked_calls import COMBINE, DISPATCH
 
 SKEWS = ["uniform", "zipf"]
 
@@ -55,6 +57,24 @@ def collective_markdown(lines: list[Measurement], suite: Plan, facts: dict[str, 
         parts += [title, markdown_table(columns, rows), "\n".join(said)]
     wrong = [f"- {line.phase} by {line.name}: {line.error}" for line in lines if line.error]
     return "\n\n".join([*parts, *(["\n".join(["No time:", "", *wrong])] if wrong else [])]) + "\n"
+
+
+def verdicts(rows: list[Measurement]) -> list[str]:
+    """Dispatch beside what copies around a plain exchange take, for each engine of one case."""
+    lines: list[str] = []
+    for row in rows:
+        if row.phase == COMBINE or not row.ours or row.error:
+            continue
+        told = [
+            (f"the time of {name}", "", ratio(row, rows, name, DISPATCH))
+            for name in (FRESH_COPIES, KEPT_COPIES)
+        ]
+        if row.phase == DISPATCH:
+            told.append(("bytes sent + received", "peak memory ", row.peak_per_moved))
+        for of, what, value in told:
+            text = f"{of}: n/a" if value is None else f"{value:.2f}x {of}"
+            lines.append(f"{row.name}, {row.phase}: {what}{text}")
+    return lines
 
 
 def _cell(lines: list[Measurement], phase: str, name: str, tokens: int) -> str:

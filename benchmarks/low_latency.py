@@ -6,7 +6,6 @@ stores to the same GPUs.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +21,14 @@ from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from benchmarks.twolevel_calls import NVSHMEM
-from tokenyard.cli.progress import Counter, advance
+from tokenyard.cli.progress import say
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
+from tokenyard.reference_sums import sum_ranks
 from tokenyard.testing.baselines import all_gather, reduce_scatter
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, failure
 from tokenyard.testing.compare import assert_same_bits
-from tokenyard.testing.timing import on_ranks, slowest_rank
+from tokenyard.testing.timing import Clock, Timed, time_interleaved
 from tokenyard.topology import Topology
 
 _cuda: Any = torch.cuda
@@ -92,15 +92,6 @@ class Decode:
         levels = Topology(*self.topology).has_levels
         puts = [Way(ENGINES[0], True, once) for once in ((False, True) if levels else (None,))]
         return [*puts, Way(ENGINES[0])]
-
-    @property
-    def stages(self) -> list[str]:
-        """What a rank does, one after the other, in words."""
-        return [
-            f"{tokens} tokens: {part}"
-            for tokens in self.tokens
-            for part in ("checking and capturing", "timing")
-        ]
 
     def case(self, tokens: int, engine: str = "") -> Case:
         sizes = (tokens, self.hidden, self.topk, self.experts)
@@ -221,22 +212,18 @@ def _summed(batch: Batch, truth: DeviceTruth, per_node: int | None = None) -> Te
     )
     idx, weights = batch.topk_idx[batch.rank], batch.topk_weights[batch.rank]
     share = batch.experts // size
-    total = node = torch.zeros_like(rows)
+    parts: list[Tensor] = []
     for rank in range(size):
         part = torch.zeros_like(rows)
         for pick in range(idx.shape[1]):
             here = (idx[:, pick] >= 0) & (idx[:, pick] // share == rank)
             part += torch.where(here[:, None], rows * weights[:, pick, None], 0.0)
-        node = node + part.to(torch.bfloat16).float()
-        if (rank + 1) % (per_node or size) == 0:
-            total, node = total + node.to(torch.bfloat16).float(), torch.zeros_like(rows)
-    return total.to(torch.bfloat16)
+        parts.append(part)
+    return sum_ranks(parts, per_node, torch.bfloat16).to(torch.bfloat16)
 
 
-def run_decode(device: torch.device, suite: Decode, counter: Counter | None = None) -> list[Line]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank.
-    ``counter``: of ``suite.stages``.
-    """
+def run_decode(device: torch.device, suite: Decode) -> list[Line]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
     if suite.experts % dist.get_world_size():
         raise ValueError(
             f"experts ({suite.experts}) must be a multiple of the ranks ({dist.get_world_size()})"
@@ -244,15 +231,14 @@ def run_decode(device: torch.device, suite: Decode, counter: Counter | None = No
     lines: list[Line] = []
     for tokens in suite.tokens:
         batches = make_batches(suite.case(tokens), device, suite.seed)
-        lines += _size(suite, tokens, batches, device, counter)
+        lines += _size(suite, tokens, batches, device)
         torch.cuda.empty_cache()
     return lines
 
 
-def _size(
-    suite: Decode, tokens: int, batches: list[Batch], device: torch.device, counter: Counter | None
-) -> list[Line]:
+def _size(suite: Decode, tokens: int, batches: list[Batch], device: torch.device) -> list[Line]:
     """One batch size: every probe checked, then all timed in turn."""
+    say(f"{tokens} tokens: checking and capturing")
     probes: list[Probe] = []
     wrong: list[Line] = []
     made: list[tuple[Way, Calls]] = []
@@ -274,9 +260,8 @@ def _size(
         if way.name == ENGINES[0] and tokens == suite.parts_tokens:
             probes += [(line(what), partial(_part, calls, at)) for at, what in enumerate(PARTS)]
     probes.append((line_for(suite.case(tokens), PAIR), _graph(suite, _nccl(batches))))
-    advance(counter)
+    say(f"{tokens} tokens: timing")
     lines = _time(suite, probes, device)
-    advance(counter)
     for way, calls in made:  # again: a rank that fell silent meanwhile would have cost nothing
         error = failure(calls.check, f"{way.name}, afterwards", 0, device)
         if suite.replays and not error:
@@ -302,11 +287,7 @@ def _make(
     forced = {PUTS_VARIABLE: str(int(way.puts))}
     with mock.patch.dict(os.environ, {} if topology is None else forced):
         ep = ty.ExpertParallel(
-            **case.sizes,
-            engine=way.engine,
-            device=device,
-            topology=topology,
-            once_per_node=way.once,
+            **case.arguments, engine=way.engine, device=device, once_per_node=way.once
         )
     found.append(Calls(ep, batches, tree))
     assert not way.puts or NVSHMEM in ep.why, f"puts are not NVSHMEM's: {ep.why}"
@@ -378,17 +359,24 @@ def _part(calls: Calls, which: int) -> float:
     return spent if which == 2 else after
 
 
+class Told(Clock):
+    """Of probes, which take the time of one call themselves."""
+
+    def time(self, call: Timed, number: int) -> tuple[float, float]:
+        spent: Any = call(number)
+        return 0.0, spent
+
+
 def _time(suite: Decode, probes: Sequence[Probe], device: torch.device) -> list[Line]:
     """The lines with times: every round times each probe once, in changing order."""
-    order, shuffled = list(range(len(probes))), random.Random(suite.seed)
-    times = torch.zeros(len(probes), suite.iterations, dtype=torch.float64)
-    for turn in range(-suite.warmup, suite.iterations):
-        shuffled.shuffle(order)
-        on_ranks(0, device)
-        for at in order:
-            spent = probes[at][1]()
-            if turn >= 0:
-                times[at, turn] = spent
-    slowest: Any = slowest_rank(times, device)
-    found = zip(probes, slowest.tolist(), strict=True)
-    return [replace(line, device_us=spent) for (line, _), spent in found]
+    times = time_interleaved(
+        [lambda _, take=take: take() for _, take in probes],
+        iterations=suite.iterations,
+        warmup=suite.warmup,
+        num_inputs=1,
+        device=device,
+        seed=suite.seed,
+        clock=Told(device),
+    )
+    found = zip(probes, times, strict=True)
+    return [replace(line, device_us=series and series.device) for (line, _), series in found]

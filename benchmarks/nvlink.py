@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,7 +31,7 @@ from benchmarks.calls import (
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from tokenyard.cli.bench_report import line_of
-from tokenyard.cli.progress import Counter, advance
+from tokenyard.cli.progress import say
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, check, failure
 from tokenyard.testing.timing import time_interleaved
@@ -124,14 +122,6 @@ class Suite:
         }  # fmt: skip
         return [table for section in self.sections for table in found[section]]
 
-    @property
-    def stages(self) -> list[str]:
-        """What a rank does, one after the other, in words."""
-        sizes = {TOKENS: [f", {tokens} tokens" for tokens in self.curve]}
-        points = [section + size for section in self.sections for size in sizes.get(section, [""])]
-        parts = ("making and checking", "timing")
-        return [f"{point}: {part}" for point in points for part in parts]
-
     def overfull_tokens(self, num_ranks: int) -> int:
         """Tokens per rank of which ``overfull`` times more bytes reach a rank from others than all
         its rings hold.
@@ -155,14 +145,13 @@ class _Run:
 
     suite: Suite
     device: torch.device
-    counter: Counter | None = None
     lines: list[Line] = field(default_factory=list[Line])
-    start: float = field(default_factory=time.monotonic)
     barrier: Callable[[], object] | None = None
 
     def measure(self, table: Table) -> None:
         """Make the objects, check everything, then time what was right, interleaved. Collective."""
         plain = rows_of(table.cases[0])
+        say(f"{table.section}, {plain.tokens} tokens: making and checking")
         batches = make_batches(plain, self.device, self.suite.seed)
         with ExitStack() as stack:
             calls: list[SuiteCall] = []
@@ -179,9 +168,8 @@ class _Run:
         errors = check(
             calls, lambda number: DeviceTruth.of(batches[number]), len(batches), self.device
         )
-        advance(self.counter)
-        series = time_interleaved(
-            [call.run for call, error in zip(calls, errors, strict=True) if not error],
+        times = time_interleaved(
+            [None if error else call.run for call, error in zip(calls, errors, strict=True)],
             iterations=suite.iterations * (1 if tokens > suite.tokens else 2),
             warmup=suite.warmup,
             num_inputs=len(batches),
@@ -189,11 +177,8 @@ class _Run:
             seed=suite.seed,
             clock=QueuedClock(self.device, HEAD_START_US, self.barrier),
         )
-        advance(self.counter)
-        times = iter(series)
-        for call, error in zip(calls, errors, strict=True):
-            found = None if error else next(times)
-            line = line_of(call, error, found, suite.link_gbs)
+        for call, error, series in zip(calls, errors, times, strict=True):
+            line = line_of(call, error, series, suite.link_gbs)
             known = {"section": section, "kind": call.kind, "bar_us": call.bar_us}
             self._say(Line.of(line, **known))
 
@@ -208,13 +193,7 @@ class _Run:
 
         def ep() -> ty.ExpertParallel:
             return stack.enter_context(
-                ty.ExpertParallel(
-                    **case.sizes,
-                    engine=case.engine,
-                    num_sms=case.sms,
-                    buffer_bytes=case.rings,
-                    device=self.device,
-                )
+                ty.ExpertParallel(**case.arguments, engine=case.engine, device=self.device)
             )
 
         def make() -> None:
@@ -231,16 +210,12 @@ class _Run:
     def _say(self, line: Line) -> None:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
-        if dist.get_rank() == 0:
-            text = f"{time.monotonic() - self.start:6.1f} s  {_in_short(line)}"
-            print(text, file=sys.stderr, flush=True)
+        say(_in_short(line))
 
 
-def run_suite(device: torch.device, suite: Suite, counter: Counter | None = None) -> list[Line]:
-    """Be one rank: measure everything. Collective; the lines are the same on every rank.
-    ``counter``: of ``suite.stages``.
-    """
-    run = _Run(suite, device, counter)
+def run_suite(device: torch.device, suite: Suite) -> list[Line]:
+    """Be one rank: measure everything. Collective; the lines are the same on every rank."""
+    run = _Run(suite, device)
     for table in suite.tables(dist.get_world_size()):
         run.measure(table)
         if device.type == "cuda":

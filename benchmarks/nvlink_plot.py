@@ -33,5 +33,4 @@ def draw(path: Path, lines: list[Line]) -> None:
 
 def _panel(title: str, axis: str, lines: list[Line]) -> Panel:
     x = {"tokens": "tokens per rank", "sms": "SMs"}[axis]
-    curves = curves_of(lines, lambda line: getattr(line.case, axis) or 0, lambda line: line.name)
-    return Panel(title, x, "us", curves)
+    return Panel(title, x, curves_of(lines, axis, lambda line: line.name))

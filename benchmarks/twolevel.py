@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,10 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 import tokenyard as ty
-from benchmarks.batches import make_batches
+from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.calls import IN_PLACE, SuiteCall, collectives, library_calls
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line, Network, network_gbs
@@ -31,12 +29,11 @@ from benchmarks.twolevel_calls import (
     NCCL,
     NVSHMEM,
     Counted,
-    GridTruth,
     TwoLevel,
     rows_across,
 )
 from tokenyard import launch
-from tokenyard.cli.progress import Counter, advance, progress
+from tokenyard.cli.progress import say
 from tokenyard.testing.baselines import gathered
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, check, failure
@@ -60,7 +57,6 @@ class _Run:
     device: torch.device
     kept: Path | None
     lines: list[Line] = field(default_factory=list[Line])
-    start: float = field(default_factory=time.monotonic)
     batches: dict[int, list[Batch]] = field(default_factory=dict[int, list[Batch]])
     held: dict[ty.ExpertParallel, int] = field(default_factory=dict[ty.ExpertParallel, int])
     """Symmetric memory of objects when they were made."""
@@ -83,14 +79,7 @@ class _Run:
         found = list[ty.ExpertParallel]()
 
         def make() -> None:
-            ep = ty.ExpertParallel(
-                **case.sizes,
-                engine=case.engine,
-                num_sms=case.sms,
-                buffer_bytes=case.rings,
-                device=self.device,
-                topology=case.topology,
-            )
+            ep = ty.ExpertParallel(**case.arguments, engine=case.engine, device=self.device)
             found.append(ep)
             self.held[ep] = ep.buffer_bytes
 
@@ -110,6 +99,7 @@ class _Run:
         self, ep: ty.ExpertParallel, kinds: Sequence[str], case: Case, *, nccl: bool = False
     ) -> None:
         """Check everything, time what was right, interleaved, and check it again. Collective."""
+        say(f"{case.engine}, {case.sms or 'all'} SMs, {case.tokens} tokens: checking")
         batches = self.inputs(case.tokens)
         fresh = [kind for kind in kinds if kind not in IN_PLACE]
         in_place = [kind for kind in kinds if kind in IN_PLACE]
@@ -153,15 +143,13 @@ class _Run:
         """Collective."""
         counted = [Counted(call, batches, self.suite.grid) for call in calls]
         errors = self._check(counted, batches, [""] * len(counted))
-        right = [each for each, error in zip(counted, errors, strict=True) if not error]
-        others = [self._other_bytes(each) if case.rings else None for each in right]
-        measured = iter(zip(self._time(right), others, strict=True))
-        found = [None if error else next(measured) for error in errors]
+        right = [None if error else each for each, error in zip(counted, errors, strict=True)]
+        others = [self._other_bytes(each) if each and case.rings else None for each in right]
+        times = self._time(right, len(batches))
         errors = self._check(counted, batches, errors)
-        for each, error, known in zip(counted, errors, found, strict=True):
+        for each, error, series, other in zip(counted, errors, times, others, strict=True):
             line = self._line(each, error)
-            if known is not None and not line.error:
-                series, other = known
+            if series is not None and not line.error:
                 assert line.network is not None
                 line = replace(
                     line,
@@ -196,10 +184,9 @@ class _Run:
     def _per_call(self, times: list[float]) -> list[float]:
         return [each / self.suite.calls for each in times]
 
-    def _time(self, right: Sequence[Counted]) -> list[Series]:
-        inputs = right[0].num_inputs if right else 1
+    def _time(self, right: Sequence[Counted | None], inputs: int) -> list[Series | None]:
         return time_interleaved(
-            [partial(_several, each.call, self.suite.calls, inputs) for each in right],
+            [each and partial(_several, each.call, self.suite.calls, inputs) for each in right],
             iterations=self.suite.iterations,
             warmup=self.suite.warmup,
             num_inputs=inputs,
@@ -215,10 +202,10 @@ class _Run:
         out. Collective.
         """
 
-        def truths(number: int) -> dict[int, GridTruth]:
+        def truths(number: int) -> dict[int, DeviceTruth]:
             batch = batches[number]
             x = gathered(batch.x)
-            return {tree: GridTruth(batch, x, tree) for tree in {each.tree for each in counted}}
+            return {tree: DeviceTruth(batch, x, tree) for tree in {each.tree for each in counted}}
 
         return check(counted, truths, len(batches), self.device, errors)
 
@@ -238,12 +225,10 @@ class _Run:
     def _say(self, line: Line) -> None:
         """Keep a line, and show it at once: nothing is lost if a later one ends the run."""
         self.lines.append(line)
-        if dist.get_rank() == 0:
-            text = f"{time.monotonic() - self.start:6.1f} s  {in_short(line)}"
-            print(text, file=sys.stderr, flush=True)
-            if self.kept is not None:
-                with self.kept.open("a") as file:
-                    file.write(json.dumps(asdict(line)) + "\n")
+        say(in_short(line))
+        if dist.get_rank() == 0 and self.kept is not None:
+            with self.kept.open("a") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
 
 
 def failed(case: Case, what: str, error: str) -> Line:
@@ -251,31 +236,25 @@ def failed(case: Case, what: str, error: str) -> Line:
     return Line(case=case, name=what, phase=what, error=error, ours=True)
 
 
-def on_both_engines(suite: TwoLevel, device: str, console: Console) -> list[Line]:
+def on_both_engines(suite: TwoLevel, device: str) -> list[Line]:
     """Run on the ranks of the launcher if there is one, else on processes of our own: others for
     each engine.
     """
-
-    def measure(engine: str, here: torch.device | None) -> list[Line]:
-        with progress(suite.stages(engine), console, live=False) as counter:
-            if here is None:
-                return _in_processes(suite, engine, device, counter)
-            return run_twolevel(here, suite, engine, counter=counter)
-
     engines = (suite.engine, suite.reference)
     if not launch.under_torchrun():
-        return [line for engine in engines for line in measure(engine, None)]
+        return [line for engine in engines for line in _in_processes(suite, engine, device)]
     with launch.joined_by_launcher(device) as here:
-        return [line for engine in engines for line in measure(engine, here)]
+        return [line for engine in engines for line in run_twolevel(here, suite, engine)]
 
 
-def _in_processes(suite: TwoLevel, engine: str, device: str, counter: Counter) -> list[Line]:
+def _in_processes(suite: TwoLevel, engine: str, device: str) -> list[Line]:
     """Should they die, the lines that they came to, and one that says why there are no more."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "lines"
+        say(f"starting {suite.grid.world_size} ranks")
         try:
             return launch.spawn(
-                run_twolevel, suite.grid.world_size, suite, engine, kept, counter, device=device
+                run_twolevel, suite.grid.world_size, suite, engine, kept, device=device
             )[0]
         except RuntimeError as error:
             texts = kept.read_text().splitlines() if kept.exists() else []
@@ -297,16 +276,10 @@ def _read(text: str) -> Line:
 
 
 def run_twolevel(
-    device: torch.device,
-    suite: TwoLevel,
-    engine: str,
-    kept: Path | None = None,
-    counter: Counter | None = None,
+    device: torch.device, suite: TwoLevel, engine: str, kept: Path | None = None
 ) -> list[Line]:
     """Be one rank: measure ``engine``, one of the two of ``suite``. Collective; the lines are the
     same on every rank.
-
-    ``counter``: of its stages.
     """
     run = _Run(suite=suite, engine=engine, device=device, kept=kept)
     if engine == suite.reference:
@@ -314,7 +287,6 @@ def run_twolevel(
         with run.made(case) as ep:
             if ep is not None:
                 run.measure(ep, ALL_KINDS, case)
-        advance(counter)
         return run.lines
     most = max(suite.curve)
     for sms in suite.sms:
@@ -324,12 +296,10 @@ def run_twolevel(
                     kinds = ALL_KINDS if sms in (BAR_SMS, None) else BOTH_WAYS
                     nccl = (sms, tokens) == (BAR_SMS, suite.tokens)
                     run.measure(ep, kinds, run.case(tokens, sms), nccl=nccl)
-                advance(counter)
     small = run.case(most, BAR_SMS, small_rings(suite, run.inputs(most)))
     with run.made(small) as ep:
         if ep is not None:
             run.measure(ep, BOTH_WAYS, small)
-    advance(counter)
     return run.lines
 
 

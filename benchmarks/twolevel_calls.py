@@ -1,5 +1,5 @@
-"""The suite ``twolevel`` as data, and what it expects of a call: rows that cross between nodes, and
-sums by the tree of the grid.
+"""The suite ``twolevel`` as data, and what it expects of a call: rows that cross between
+nodes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, PLAIN, SuiteCall
 from tokenyard.routing import tokens_in_ranks
 from tokenyard.stats import Traffic as Crossed
 from tokenyard.testing.cases import Case, Traffic
-from tokenyard.testing.checked_calls import COMBINE, Batch, share
-from tokenyard.testing.compare import assert_same_bits
+from tokenyard.testing.checked_calls import COMBINE, Batch
 from tokenyard.topology import Topology
 
 NCCL = "NCCL"
@@ -70,16 +69,6 @@ class TwoLevel:
         """Tokens per rank that are measured with so many multiprocessors."""
         return self.curve if sms == BAR_SMS else (self.tokens,)
 
-    def stages(self, engine: str) -> list[str]:
-        """What a rank that measures ``engine`` does, one after the other, in words."""
-        if engine == self.reference:
-            return [f"{engine}, {self.tokens} tokens"]
-        points = [(sms, tokens) for sms in self.sms for tokens in self.sizes(sms)]
-        return [
-            *(f"{engine}, {sms or 'all'} SMs, {tokens} tokens" for sms, tokens in points),
-            f"{engine}, small rings",
-        ]
-
     def case(self, tokens: int, **changes: Any) -> Case:
         sizes = (self.hidden, self.topk, self.experts)
         return Case(tokens, *sizes, topology=self.topology, **changes)
@@ -113,24 +102,6 @@ def rows_across(topk_idx: Tensor, num_experts: int, grid: Topology, *, per_node:
     node = torch.arange(size, device=goes.device) // each
     between = rows.reshape(size, size).masked_fill(node.unsqueeze(1) == node, 0)
     return Traffic(*([int(count) for count in between.sum(dim)] for dim in (1, 0)))
-
-
-@dataclass(frozen=True)
-class GridTruth(DeviceTruth):
-    """Sums follow a tree: of nodes of ``per_node`` ranks, rounded, then of nodes."""
-
-    per_node: int
-
-    def check_combined(self, y: Tensor) -> None:
-        x, mine = self.batch.x, self.batch.rank
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for first in range(0, self.batch.topk_idx.shape[0], self.per_node):
-            part = torch.zeros_like(total)
-            for rank in range(first, first + self.per_node):
-                sent = self.batch.picks_of(rank)[mine].any(1, keepdim=True)
-                part += torch.where(sent, (x * share(rank)).float(), 0.0)
-            total += part.to(x.dtype).float()
-        assert_same_bits(y, total.to(y.dtype), what="combined")
 
 
 class Counted:

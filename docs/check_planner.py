@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def rounded(known: Rates) -> Rates:
     """Rates as they are built in: three digits of what is fitted."""
     calls: dict[str, CallRates] = {call: getattr(known, call) for call in CALLS}
     return replace(HOPPER, **{
-        call: CallRates(*[float(f"{rate:.3g}") for rate in rates if rate is not None])
+        call: CallRates(*[float(f"{rate:.3g}") for rate in astuple(rates) if rate is not None])
         for call, rates in calls.items()
     })  # fmt: skip
 
@@ -82,7 +82,7 @@ def with_rates(text: str, known: Rates) -> str:
     """``text`` of ``planner/rates.py`` with these rates built in."""
     for call in CALLS:
         rates: CallRates = getattr(known, call)
-        new = ", ".join(str(rate) for rate in rates if rate is not None)
+        new = ", ".join(str(rate) for rate in astuple(rates) if rate is not None)
         text = re.sub(rf"(    {call}=CallRates)\(.*\)", rf"\1({new})", text)
     return re.sub(r"nvlink-2x\w+-\d+(?= and)", TWO.stem, text)
 

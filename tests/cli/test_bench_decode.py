@@ -200,7 +200,7 @@ def test_replays_are_compared(stale: tuple[int, ...], monkeypatch: pytest.Monkey
     store = launch.local_store()
     with launch.joined(0, 1, port=store.port, name="replays") as here:
         batches = make_batches(case, here, 0)
-        with ty.ExpertParallel(**case.sizes, engine="collective", device=here) as ep:
+        with ty.ExpertParallel(**case.arguments, engine="collective", device=here) as ep:
             calls = Calls(ep, batches)
             calls.check()
             monkeypatch.setattr(calls, "there_and_back", graph.capture(calls.there_and_back))

@@ -380,8 +380,11 @@ def test_two_ranks_write_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     [
         (["--tokens", "4"], "No such option: --tokens"),
         (["--topology", "2x2", "--device", "cpu"], "nvlink has no use for --topology"),
-        (["--engine", "nvlink,auto", "--device", "cpu"], "nvlink measures one --engine at a time"),
-        (["--engine", "warp", "--device", "cpu"], "for --engine: 'warp' is unknown"),
+        (
+            ["--engine", "nvlink,auto", "--device", "cpu"],
+            "'nvlink,auto' is unknown; use one of auto,",
+        ),
+        (["--engine", "warp", "--device", "cpu"], "for '--engine': 'warp' is unknown"),
         (
             ["--device", "cpu"],
             "Invalid value for --engine: engine 'nvlink' cannot work here: it needs CUDA devices",

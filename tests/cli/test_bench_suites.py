@@ -24,7 +24,7 @@ from benchmarks.nvlink_report import losses
 from benchmarks.record import Line, Network, model_of, network_gbs
 from benchmarks.twolevel import TwoLevel, small_rings
 from tokenyard.cli.bench_report import line_of
-from tokenyard.testing import routing
+from tokenyard.testing import routing, timing
 from tokenyard.testing.cases import Case, Traffic
 from tokenyard.testing.checked_calls import Batch, Call
 from tokenyard.testing.timing import Series
@@ -119,8 +119,8 @@ def test_rounds_that_warm_up_do_not_count_and_the_slowest_rank_does(
 ) -> None:
     turns = {"a": iter(range(100)), "b": iter(range(100, 200))}
     lines = [line_for(Case(1, 8, 1, 1, engine=who), "x") for who in turns]
-    monkeypatch.setattr(low_latency, "on_ranks", lambda *_: [0])
-    monkeypatch.setattr(low_latency, "slowest_rank", lambda times, _: 2 * times)
+    monkeypatch.setattr(low_latency.Told, "__init__", lambda clock, _: setattr(clock, "cuda", True))
+    monkeypatch.setattr(timing, "slowest_rank", lambda times, _: 2 * times)
     probes = [(line, lambda line=line: float(next(turns[line.name]))) for line in lines]
     timed = low_latency._time(Decode(iterations=3, warmup=2), probes, CPU)
     assert [line.device_us for line in timed] == [[4.0, 6.0, 8.0], [204.0, 206.0, 208.0]]
@@ -212,7 +212,7 @@ def test_times_are_of_one_call_each_on_its_own_clock(
     )
     monkeypatch.setattr(twolevel, "Counted", lambda *_: counted)
     monkeypatch.setattr(twolevel._Run, "_check", lambda self, counted, batches, errors: [""])
-    monkeypatch.setattr(twolevel._Run, "_time", lambda self, right: [Series([80.0], [40.0])])
+    monkeypatch.setattr(twolevel._Run, "_time", lambda *_: [Series([80.0], [40.0])])
     monkeypatch.setattr(twolevel._Run, "_say", lambda self, line: said.append(line))
     suite_run._check_and_time([counted.call], [], case)
     assert [(each.device_us, each.wall_us, each.ours) for each in said] == [([10.0], [20.0], False)]

@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import tokenyard as ty
 from benchmarks import __main__ as command
 from benchmarks import twolevel as network
 from benchmarks.__main__ import app
+from benchmarks.batches import DeviceTruth
 from benchmarks.calls import BACK, BACK_IN_PLACE, DIRECT, KINDS, PLAIN
 from benchmarks.record import Line, Network
 from benchmarks.twolevel import (
@@ -32,7 +32,7 @@ from benchmarks.twolevel import (
     failed,
     run_twolevel,
 )
-from benchmarks.twolevel_calls import BAR_GBS, GridTruth, rows_across
+from benchmarks.twolevel_calls import BAR_GBS, rows_across
 from benchmarks.twolevel_report import judged, twolevel_markdown
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard import reference
@@ -107,7 +107,7 @@ def test_truth_about_sums_is_the_oracles(per_node: int) -> None:
     want = reference.combine(rows, received, ranks_per_node=tree)
     other = reference.combine(rows, received, ranks_per_node=None if per_node == 2 else 2)
     truths = [
-        GridTruth(
+        DeviceTruth(
             Batch(x[rank], torch.stack(idx), torch.stack(weights), rank, experts),
             torch.cat(x),
             per_node,
@@ -286,9 +286,7 @@ def test_lines_in_place(ranks: Ranks) -> None:
 def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run came to before it died is kept, and the other engine is measured none the less."""
 
-    def spawn(
-        fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, _: Any, *, device: str
-    ) -> Any:
+    def spawn(fn: Any, ranks: int, suite: TwoLevel, engine: str, kept: Path, *, device: str) -> Any:
         assert (fn, ranks, suite, device) == (run_twolevel, 2, TINY, "cuda")
         found = [line(engine, DISPATCH, 500.0), line(engine, COMBINE_NAME, 500.0)]
         if engine == "nvlink":
@@ -298,7 +296,7 @@ def test_lines_outlive_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(network.launch, "spawn", spawn)
     monkeypatch.setattr(network.launch, "under_torchrun", lambda: False)
-    kept, lost, *others = network.on_both_engines(TINY, "cuda", Console(quiet=True))
+    kept, lost, *others = network.on_both_engines(TINY, "cuda")
     assert kept == line("twolevel", DISPATCH, 500.0)
     assert (lost.name, lost.error, lost.wall_us) == (REST, "PeerTimeout: rank 0 did not come", [])
     assert [each.case.engine for each in others] == ["nvlink"] * 2

@@ -37,11 +37,10 @@ from doctor_machines import (
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor, doctor_findings
 from tokenyard.cli.consoles import bytes_text
-from tokenyard.cli.doctor import print_document
+from tokenyard.cli.doctor import HIDDEN, TOKENS, TOPK, check_rank, print_document
 from tokenyard.cli.doctor_ask import ask
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_probes import Record
-from tokenyard.cli.doctor_selftest import HIDDEN, TOKENS, TOPK, check_rank
 from tokenyard.testing.cases import Case, all_sent
 from tokenyard.testing.checked_calls import Batch, Oracle, share
 
@@ -148,7 +147,7 @@ def test_what_the_self_tests_run_on(facts: Record, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(doctor, "ask", asked)
     made = machine(facts)
-    doctor.run_self_tests(made, 30, str)
+    doctor.run_self_tests(made, 30)
     assert made.self_tests[0] == ran(why="because", seconds=1.5)
     assert words[0] == ("self-test", "cpu", "2", "collective", "15.0")
     if facts["gpus"]:
@@ -187,17 +186,20 @@ def test_report_of_four_gpus():
     assert "version 580.159.04, cuda 13.0" in text
     rows = [line.split() for line in text.splitlines()]
     assert [row for row in rows if row and row[0] in ("0", "3") and "NV18" in row] == [
-        ["0", "-", "NV18", "NV18", "SYS", "x"],
-        ["3", "SYS", "x", "NV18", "NV18", "-"],
+        ["0", "X", "NV18", "NV18", "SYS"],
+        ["3", "SYS", "NV18", "NV18", "X"],
     ]
-    assert "Healthy: 2 warnings" in text
+    assert "Healthy\nWARNING" in text and "WARNING: no peer access between GPUs 0-3" in text
 
 
 def test_columns_hold_what_their_heads_say():
     text = printed(diagnosis(gpu_facts(), ran()))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "index name capability memory_total memory_free mig uuid" in lines
-    assert "0 NVIDIA H200 9.0 151 GB 150 GB no 00" in lines
+    told = {"index": "0", "name": "NVIDIA H200", "capability": "9.0", "memory_total": "151 GB"}
+    told |= {"memory_free": "150 GB", "mig": "no", "uuid": "00"}
+    keys = list(GPU_FACTS["gpus"][0])
+    at = lines.index(" ".join(keys))
+    assert lines[at + 1] == " ".join(told[key] for key in keys)
     needs = need(GPU_FACTS)
     even, most = needs["even"], needs["most"]
     assert even["rows"] < most["rows"]
@@ -224,7 +226,7 @@ def test_problems_come_last_each_with_a_remedy():
     facts = CPU_FACTS | {"shm": Space(total=64 << 20, free=1), "untold": {"pci": "Error: [gone]"}}
     result = diagnosis(facts, ran(error="AssertionError: bits"), asked=True)
     lines = printed(result).strip().splitlines()
-    at = lines.index("Not healthy: 1 problem and 1 warning")
+    at = lines.index("Not healthy")
     assert "could not tell: pci: Error: [gone]" in lines[:at]
     assert [line.split()[0] for line in lines[at + 1 :]] == [
         "WARNING:",
@@ -309,6 +311,7 @@ def test_bad_options_are_named(monkeypatch: pytest.MonkeyPatch):
     assert invoke(monkeypatch, CPU_FACTS, "--topk", "257")[0] == 2
     assert invoke(monkeypatch, CPU_FACTS, "--experts", "7")[0] == 2
     assert invoke(monkeypatch, CPU_FACTS, "--ranks", "0")[0] == 2
+    assert invoke(monkeypatch, GPU_FACTS, "--hidden", "20000000")[0] == 2
 
 
 def test_only_one_process_of_a_host_looks(monkeypatch: pytest.MonkeyPatch):

@@ -136,7 +136,7 @@ def test_gpus_are_matched_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     told = {"driver": Driver(gpus=known)}
     monkeypatch.setattr(doctor_ask, "ask", answers(torch=({"gpus": ours}, {}), nvml=(told, {})))
-    facts, untold = gather(1, str)
+    facts, untold = gather(1)
     assert untold == {}
     assert [(g["index"], g["memory_free"], g["mig"]) for g in facts["gpus"]] == [
         (0, 1, True),
@@ -253,8 +253,8 @@ def test_environment_shows_what_matters_only(monkeypatch: pytest.MonkeyPatch):
     for name, value in {**shown, "HOME": "/x", "SECRET": "s", "NCCL": "s"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(doctor_ask, "ask", answers())
-    assert shown.items() <= gather(1, str)[0]["environment"].items()
-    assert not {"HOME", "SECRET", "NCCL"} & gather(1, str)[0]["environment"].keys()
+    assert shown.items() <= gather(1)[0]["environment"].items()
+    assert not {"HOME", "SECRET", "NCCL"} & gather(1)[0]["environment"].keys()
 
 
 # Processes that raise, crash and hang
@@ -415,7 +415,7 @@ def test_a_made_up_machine_from_end_to_end(path: Path, monkeypatch: pytest.Monke
         return (seen, {}) if group == "torch" else real(group, *words, timeout=timeout)
 
     monkeypatch.setattr(doctor_ask, "ask", asked)
-    facts, untold = gather(30, str)
+    facts, untold = gather(30)
     assert untold == {"p2p": "NVMLError: no such option"}
     assert facts["links"] == [["X", "PHB"], ["PHB", "X"]]
     assert facts["p2p"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +33,11 @@ from doctor_machines import (
     matrix,
     need,
 )
-from tokenyard.cli.doctor_machine import NVLINK_BYTES, numbers
+from tokenyard.cli.doctor_machine import numbers
 from tokenyard.cli.doctor_probes import Record
 from tokenyard.engines import obstacles
+from tokenyard.planner.sizes import nvlink_sizes
+from tokenyard.planner.workload import Workload
 from tokenyard.testing import routing
 
 OLD = Driver(version="470.57", cuda="11.4", gpus=[gpu(0)])
@@ -417,9 +420,13 @@ def test_one_way_is_not_enough(a: int, b: int):
 # Memory
 
 
-def test_memory_of_nvlink_does_not_grow():
-    small, large = need(GPU_FACTS, tokens=64), need(GPU_FACTS)
-    assert small["even"]["buffers"] == large["even"]["buffers"] == NVLINK_BYTES == 129 << 20
+def test_memory_of_nvlink_is_what_the_planner_says():
+    work = Workload(nodes=1, gpus_per_node=4, tokens=4096, hidden=7168, experts=256, topk=8)
+    large = need(GPU_FACTS)
+    for each in (work, replace(work, tokens=64)):
+        told = need(GPU_FACTS, tokens=each.tokens)
+        buffers = nvlink_sizes(each).symmetric_bytes
+        assert told["even"]["buffers"] == told["most"]["buffers"] == buffers
     assert large["free"] == 140 * GIB
     assert large["most"]["rows"] == 4 * 4096
 

@@ -36,7 +36,7 @@ def only(rows: Traffic, kept: str) -> Traffic:
     """Without what the other GPUs have (``kept`` is "busiest"), or without the busiest one
     ("mean").
     """
-    return replace(rows, **{name: getattr(rows, name)._replace(**{kept: 1.0}) for name in FLOWS})
+    return replace(rows, **{name: replace(getattr(rows, name), **{kept: 1.0}) for name in FLOWS})
 
 
 def test_the_busiest_gpu_sets_every_time() -> None:

@@ -289,7 +289,8 @@ def test_which_engines_are_planned() -> None:
     by_engine = {
         call.engine: call for call in many.calls if call.name == DISPATCH and call.dtype == "fp8"
     }
-    assert by_engine["twolevel"].nic == by_engine[COLLECTIVE].nic < by_engine[FLAT].nic
+    assert by_engine["twolevel"].nic == by_engine[COLLECTIVE].nic
+    assert by_engine[COLLECTIVE].nic.mean < by_engine[FLAT].nic.mean
 
 
 def planned(work: Workload) -> dict[tuple[str, str], Terms]:

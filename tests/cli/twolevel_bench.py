@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 if __name__ == "__main__":
@@ -15,9 +16,10 @@ if __name__ == "__main__":
 import torch
 
 import tokenyard as ty
+from benchmarks.batches import DeviceTruth
 from benchmarks.calls import library_calls
 from benchmarks.twolevel import ALL_KINDS, TwoLevel
-from benchmarks.twolevel_calls import Counted, GridTruth
+from benchmarks.twolevel_calls import Counted
 from tokenyard.testing import payload, routing
 from tokenyard.testing.checked_calls import Batch
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
@@ -40,20 +42,14 @@ def check(nodes: int, per_node: int) -> list[tuple[list[int], list[int]]]:
 
     def body(ranks: SimulatedRank) -> None:
         group = SimulatedGroup(ranks)
-        make = partial(
-            ty.ExpertParallel,
-            group,
-            **case.sizes,
-            engine="twolevel",
-            topology=(nodes, per_node),
-            buffer_bytes=64 << 10,
-        )
+        small = replace(case, rings=64 << 10, topology=(nodes, per_node))
+        make = partial(ty.ExpertParallel, group, **small.arguments, engine="twolevel")
         ep, other = make(), make()
         batch = Batch(x[ep.rank], idx, weights, ep.rank, case.experts)
         calls = library_calls(ep, case, [batch], ALL_KINDS, lambda: other)
         counted = [Counted(call, [batch], grid) for call in calls]
         for each in counted:
-            each.attempt(0, {each.tree: GridTruth(batch, torch.cat(x), each.tree)})
+            each.attempt(0, {each.tree: DeviceTruth(batch, torch.cat(x), each.tree)})
         found[ep.rank] = (
             [each.rows[0] for each in counted],
             [int(each.planned[ep.rank]) for each in counted],

@@ -45,7 +45,8 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
-from benchmarks.twolevel_calls import GridTruth, rows_across
+from benchmarks.batches import DeviceTruth
+from benchmarks.twolevel_calls import rows_across
 from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from rank_threads import run_threads
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
@@ -165,7 +166,7 @@ def expert_share(expert: Tensor) -> Tensor:
     return 2.0 ** -(expert % 4)
 
 
-def check_sums(truth: GridTruth, y: Tensor, *, weighted: bool) -> None:
+def check_sums(truth: DeviceTruth, y: Tensor, *, weighted: bool) -> None:
     """The sums of result rows by expert: of each rank's in the order of picks, then of ranks and
     nodes; rounded each time.
     """
@@ -189,7 +190,7 @@ def check_sums(truth: GridTruth, y: Tensor, *, weighted: bool) -> None:
 class Case:
     """Calls of one kind of one object. Making one is collective, as are run and check."""
 
-    def __init__(self, ep: ty.ExpertParallel, kind: str, truth: GridTruth) -> None:
+    def __init__(self, ep: ty.ExpertParallel, kind: str, truth: DeviceTruth) -> None:
         self.ep, self.truth, batch = ep, truth, truth.batch
         self.back, self.in_place = kind.startswith("combine"), kind.endswith(IN_PLACE)
         self.mode = ty.Quantize.FP8 if kind.startswith("cast") else None
@@ -269,7 +270,7 @@ class Rank:
         if self.rank == 0:
             print(f"{self.setting}: {text}", flush=True)
 
-    def prepare(self) -> GridTruth:
+    def prepare(self) -> DeviceTruth:
         """Inputs, and the truth of them on this GPU."""
         setting = self.setting
         random = torch.Generator(self.device).manual_seed(self.rank)
@@ -283,7 +284,7 @@ class Rank:
         torch.cuda.synchronize(self.device)
         self.main.meet(self.rank, "the truth", LIMIT)
         tree = setting.grid.ranks_per_node if self.two_levels else setting.grid.world_size
-        return GridTruth(Batch(x, idx, weights, self.rank, EXPERTS), rows, tree)
+        return DeviceTruth(Batch(x, idx, weights, self.rank, EXPERTS), rows, tree)
 
     def go(self) -> int:
         """How many kinds failed or were wrong."""

@@ -10,11 +10,17 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_report import Measurement, facts_of, line_of, print_report, write_json
+from tokenyard.cli.bench_report import (
+    Measurement,
+    facts_of,
+    line_of,
+    print_report,
+    title_of,
+    write_json,
+)
 from tokenyard.cli.consoles import leading_console
 from tokenyard.cli.options import (
     MOST_PROCESSES,
@@ -22,31 +28,46 @@ from tokenyard.cli.options import (
     check_device,
     check_folder,
     check_plot,
-    check_words,
     command,
+    list_of,
     option,
+    word_of,
 )
-from tokenyard.cli.progress import Counter, advance, on_all_ranks, progress
+from tokenyard.cli.progress import on_all_ranks, say
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
-from tokenyard.testing.cases import DTYPES, LAYOUTS, NUM_INPUTS, QUANTIZE, SKEWS, Case, sweep
+from tokenyard.testing.cases import (
+    DTYPES,
+    LAYOUTS,
+    NUM_INPUTS,
+    NUMBERS,
+    QUANTIZE,
+    SKEWS,
+    WORDS,
+    Case,
+    sweep,
+)
 from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
 from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved
 
 NVLINK_GBS = 370.0
 """What stores by SMs reach over NVLink 4 in one direction, in GB/s, as NCCL's authors give it."""
 
-WORDS = {"skew": SKEWS, "dtype": DTYPES, "layout": LAYOUTS, "quantize": QUANTIZE}
-NUMBERS = ("tokens", "hidden", "topk", "experts")
 
-Engines = Annotated[
-    list[str] | None, option("Comma list; may be given several times.", show_default=AUTO)
-]
+def number(text: str) -> int:
+    """A whole number from 1."""
+    found = text.strip()
+    if not found.isdecimal() or not 1 <= int(found) <= LARGEST:
+        why = f"{found!r} must be a whole number of at least 1 (at most {LARGEST})"
+        raise typer.BadParameter(why)
+    return int(found)
+
+
 RATE = "GB/s of a rank's link, one way."
 Rate = Annotated[
     float | None, option(RATE, min=0.001, show_default="cuda: 370, NVLink; cpu: unknown")
 ]
-Casts = Annotated[str, option("none, fp8, fp8_pow2, fp8_ue8m0, mxfp8: the cast in dispatch.")]
+Casts = Annotated[Any, list_of(word_of(QUANTIZE), f"Cast in dispatch: {', '.join(QUANTIZE)}")]
 Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
 
 
@@ -61,13 +82,6 @@ class Plan:
     link_gbs: float | None
     seed: int
 
-    @property
-    def stages(self) -> list[str]:
-        """What a rank does, one after the other, in words."""
-        parts = ("checking", "measuring memory", "timing")
-        points = [f"{case.tokens} tokens, {case.skew}, {case.layout}" for case in self.cases]
-        return [f"{point}: {part}" for point in points for part in parts]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -75,14 +89,14 @@ class Options:
         int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
     ] = 4
     device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
-    engine: Engines = None
-    tokens: Annotated[str, option("Tokens per rank. This and the next seven take lists.")] = "2048"
-    hidden: Annotated[str, option("Channels of a token.")] = "2048"
-    topk: Annotated[str, option("Experts per token.")] = "8"
-    experts: Annotated[str, option("Experts over all ranks.")] = "64"
-    skew: Annotated[str, option("uniform, zipf.")] = "uniform,zipf"
-    dtype: Annotated[str, option("bf16, fp16, fp32.")] = "bf16"
-    layout: Annotated[str, option("flat, expert_major, expert_padded.")] = "flat"
+    engine: Annotated[Any, list_of(word_of(ENGINES), ", ".join(ENGINES))] = AUTO
+    tokens: Annotated[Any, list_of(number, "Tokens per rank.")] = "2048"
+    hidden: Annotated[Any, list_of(number, "Channels of a token.")] = "2048"
+    topk: Annotated[Any, list_of(number, "Experts per token.")] = "8"
+    experts: Annotated[Any, list_of(number, "Experts over all ranks.")] = "64"
+    skew: Annotated[Any, list_of(word_of(SKEWS), ", ".join(SKEWS))] = "uniform,zipf"
+    dtype: Annotated[Any, list_of(word_of(DTYPES), ", ".join(DTYPES))] = "bf16"
+    layout: Annotated[Any, list_of(word_of(LAYOUTS), ", ".join(LAYOUTS))] = "flat"
     quantize: Casts = "none"
     iterations: Rounds = 20
     warmup: Annotated[int, option("Rounds before them.", min=1)] = 3
@@ -94,55 +108,32 @@ class Options:
     @property
     def plan(self) -> Plan:
         """What ranks do, checked."""
-        lists: dict[str, list[Any]] = {
-            name: numbers(f"--{name}", getattr(self, name)) for name in NUMBERS
-        }
-        for name, known in WORDS.items():
-            lists[name] = words(f"--{name}", getattr(self, name), list(known))
-        cases = sweep(**lists)
+        cases = sweep(**{name: getattr(self, name) for name in (*NUMBERS, *WORDS)})
         for case in cases:
             if case.topk > case.experts:
                 bad("--topk", f"{case.topk} must be at most --experts {case.experts}")
-        asked = words("--engine", ",".join(self.engine or [AUTO]), ENGINES)
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
-        return Plan(cases, asked, self.iterations, self.warmup, rate, self.seed)
-
-
-def words(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """A comma list of ``known``."""
-    found = [word.strip().lower() for word in text.split(",")]
-    check_words(option, found, known)
-    return found
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """A comma list of whole numbers from 1."""
-    found = [word.strip() for word in text.split(",")]
-    for word in found:
-        if not word.isdecimal() or not 1 <= int(word) <= LARGEST:
-            bad(option, f"{word!r} must be a whole number of at least 1 (at most {LARGEST})")
-    return [int(word) for word in found]
+        return Plan(cases, self.engine, self.iterations, self.warmup, rate, self.seed)
 
 
 # What ranks do
 
 
-def run_rank(device: torch.device, plan: Plan, counter: Counter | None) -> list[Measurement]:
-    """Be one rank: measure every case. ``counter``: of :attr:`Plan.stages`. Collective."""
-    return [line for case in plan.cases for line in run_case(case, plan, device, counter)]
+def run_rank(device: torch.device, plan: Plan) -> list[Measurement]:
+    """Be one rank: measure every case. Collective."""
+    return [line for case in plan.cases for line in run_case(case, plan, device)]
 
 
-def run_case(
-    case: Case, plan: Plan, device: torch.device, counter: Counter | None = None
-) -> list[Measurement]:
+def run_case(case: Case, plan: Plan, device: torch.device) -> list[Measurement]:
     """Measure every engine and baseline on one point of the sweep."""
+    say(f"{title_of(case)}: checking")
     batches, sent = sweep_inputs(case, plan.seed, device, NUM_INPUTS)
     lines: list[Measurement] = []
     with ExitStack() as objects:
         calls: list[Call] = []
         for engine in plan.engines:
             try:
-                ep = ty.ExpertParallel(**case.sizes, engine=engine, device=device)
+                ep = ty.ExpertParallel(**case.arguments, engine=engine, device=device)
                 calls += engine_calls(objects.enter_context(ep), case, batches)
             except ty.NotSupported as error:
                 known: dict[str, Any] = {"name": f"tokenyard {engine}", "error": str(error)}
@@ -152,56 +143,33 @@ def run_case(
         def truth(number: int) -> Oracle:
             return Oracle.asked(case, batches[number], sent[number])
 
-        lines += measure(calls, truth, plan, device, counter)
+        lines += measure(calls, truth, plan, device)
     return [line for phase in PHASES for line in lines if line.phase == phase]
 
 
 def measure(
-    calls: Sequence[Call],
-    truth: Callable[[int], Any],
-    plan: Plan,
-    device: torch.device,
-    counter: Counter | None = None,
+    calls: Sequence[Call], truth: Callable[[int], Any], plan: Plan, device: torch.device
 ) -> list[Measurement]:
     """Check every call, then measure memory and time of those that were right. Collective."""
     errors = check(calls, truth, NUM_INPUTS, device)
-    advance(counter)
-    right = [call for call, error in zip(calls, errors, strict=True) if not error]
+    say("measuring memory and time")
+    right = [None if error else call for call, error in zip(calls, errors, strict=True)]
     peaks = [
-        on_ranks(peak_extra_bytes(each.run, 0, device) + each.kept_bytes, device) for each in right
+        call and on_ranks(peak_extra_bytes(call.run, 0, device) + call.kept_bytes, device)
+        for call in right
     ]
-    advance(counter)
-    series = time_interleaved(
-        [call.run for call in right],
+    times = time_interleaved(
+        [call and call.run for call in right],
         iterations=plan.iterations,
         warmup=plan.warmup,
         num_inputs=NUM_INPUTS,
         device=device,
         seed=plan.seed,
     )
-    advance(counter)
-    measured = iter(zip(series, peaks, strict=True))
-    lines: list[Measurement] = []
-    for call, error in zip(calls, errors, strict=True):
-        times, peak = (None, None) if error else next(measured)
-        lines.append(line_of(call, error, times, plan.link_gbs, peaks=peak))
-    return lines
-
-
-def run_plan(plan: Plan, ranks: int, device: str, console: Console) -> list[Measurement]:
-    """Run on the ranks of the launcher if there is one, else on ``ranks`` processes of our own."""
-    with progress(plan.stages, console) as counter:
-        return on_all_ranks(run_rank, ranks, device, plan, counter)
-
-
-def _report(rows: list[Measurement], plan: Plan, options: Options, console: Console) -> None:
-    print_report(rows, console, plan.iterations)
-    if options.json is not None:
-        write_json(options.json, rows, facts_of(plan, options.device))
-    if options.plot is not None:
-        from tokenyard.cli.plots import save_bench  # matplotlib is an extra
-
-        save_bench(options.plot, rows)
+    return [
+        line_of(call, error, series, plan.link_gbs, peaks=peak)
+        for call, error, series, peak in zip(calls, errors, times, peaks, strict=True)
+    ]
 
 
 @command(Options)
@@ -220,7 +188,13 @@ def bench(options: Options) -> None:
     if leads:
         check_folder(options.json, "--json")
         check_plot(options.plot)
-    rows = run_plan(plan, options.ranks, options.device, console)
+    rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
     if leads:
-        _report(rows, plan, options, console)
+        print_report(rows, console)
+        if options.json is not None:
+            write_json(options.json, rows, facts_of(plan, options.device))
+        if options.plot is not None:
+            from tokenyard.cli.plots import save_bench  # matplotlib is an extra
+
+            save_bench(options.plot, rows)
     raise typer.Exit(int(any(row.error for row in rows)))

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 import tokenyard
-from tokenyard.cli.consoles import print_tables
-from tokenyard.testing.baselines import FRESH_COPIES, KEPT_COPIES, PLAIN_EXCHANGE
+from tokenyard.cli.consoles import print_line, print_table
+from tokenyard.testing.baselines import PLAIN_EXCHANGE
 from tokenyard.testing.cases import Case, mean_busiest
 from tokenyard.testing.checked_calls import COMBINE, DISPATCH, Call
 from tokenyard.testing.timing import Series, Stats, summarise
@@ -29,7 +30,6 @@ from tokenyard.testing.timing import Series, Stats, summarise
 SCHEMA = 2
 """Of the JSON. 1, without a number, is what records of before 2026-11-23 have."""
 
-QUOTABLE_ITERATIONS = 20
 MIB = 1 << 20
 COLUMNS = "<|<system|end-to-end us|device us|wire GB/s|% of floor|x a2a|symm. MiB|peak MiB"
 LEGEND = (
@@ -143,19 +143,16 @@ def line_of(
 # For a reader
 
 
-def print_report(rows: list[Measurement], console: Console, iterations: int) -> None:
-    """A table for each point of the sweep, and under it what the table is there to show."""
-    said = [LEGEND]
+def print_report(rows: list[Measurement], console: Console) -> None:
+    """A table for each point of the sweep, and under it why rows have no time."""
     for case in dict.fromkeys(row.case for row in rows):
         mine = [row for row in rows if row.case == case]
-        print_tables(console, {title_of(case): (COLUMNS, [_cells(row, mine) for row in mine])})
-        wrong = [f"NO TIME for {e.phase} by {e.name}: {e.error}" for e in mine if e.error]
-        console.print("\n".join([*wrong, *verdicts(mine)]), markup=False, highlight=False)
-    said += dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note)
-    if iterations < QUOTABLE_ITERATIONS:
-        few = f"Only {iterations} iterations: a figure worth quoting has at least"
-        said.append(f"{few} {QUOTABLE_ITERATIONS}.")
-    console.print("\n".join(["", *said]), markup=False, highlight=False)
+        print_table(console, title_of(case), COLUMNS, [_cells(row, mine) for row in mine])
+        for row in mine:
+            if row.error:
+                print_line(console, escape(f"NO TIME for {row.phase} by {row.name}: {row.error}"))
+    notes = dict.fromkeys(f"{row.phase} by {row.name}: {row.note}" for row in rows if row.note)
+    console.print("\n".join(["", LEGEND, *notes]), markup=False, highlight=False)
 
 
 def title_of(case: Case) -> str:
@@ -196,24 +193,6 @@ def ratio(row: Measurement, rows: list[Measurement], name: str, phase: str) -> f
     """Its median over that of the row with this name and phase; None where either has no time."""
     other = next((each.best_us for each in rows if (each.name, each.phase) == (name, phase)), None)
     return row.best_us / other if row.best_us and other else None
-
-
-def verdicts(rows: list[Measurement]) -> list[str]:
-    """Dispatch beside what copies around a plain exchange take, for each engine of one case."""
-    lines: list[str] = []
-    for row in rows:
-        if row.phase == COMBINE or not row.ours or row.error:
-            continue
-        told = [
-            (f"the time of {name}", "", ratio(row, rows, name, DISPATCH))
-            for name in (FRESH_COPIES, KEPT_COPIES)
-        ]
-        if row.phase == DISPATCH:
-            told.append(("bytes sent + received", "peak memory ", row.peak_per_moved))
-        for of, what, value in told:
-            text = f"{of}: n/a" if value is None else f"{value:.2f}x {of}"
-            lines.append(f"{row.name}, {row.phase}: {what}{text}")
-    return lines
 
 
 # For a program

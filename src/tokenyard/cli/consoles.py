@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -33,17 +33,6 @@ def _scaled(value: float, *units: str) -> str:
     return f"{value:.3g} {units[-1]}"
 
 
-def plain_table(*columns: str, rows: Rows = ()) -> Table:
-    """A table; columns whose name starts with ``<`` are set left, the others right."""
-    named = any(name.strip("<") for name in columns)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=named)
-    for name in columns:
-        table.add_column(name.removeprefix("<"), justify="left" if name[:1] == "<" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def table_console(*, quiet: bool = False) -> Console:
     """The terminal; elsewhere wide enough for tables."""
     terminal = Console(quiet=quiet)
@@ -61,13 +50,15 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def print_section(console: Console, title: str, table: Table) -> None:
-    """A blank line, a bold title and a table."""
+def print_table(console: Console, title: str, columns: str, rows: Rows) -> None:
+    """A blank line, a bold title and a table. ``columns``: heads with ``|`` between; those that
+    begin with ``<`` are set left, the others right.
+    """
+    named = bool(columns.strip("<|"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=named)
+    for head in columns.split("|"):
+        table.add_column(head.removeprefix("<"), justify="left" if head[:1] == "<" else "right")
+    for row in rows:
+        table.add_row(*row)
     console.print(f"\n[bold]{escape(title)}[/bold]", highlight=False)
     console.print(table)
-
-
-def print_tables(console: Console, tables: Mapping[str, tuple[str, Rows]]) -> None:
-    """Sections by title: columns of :func:`plain_table` with ``|`` between, and rows."""
-    for title, (columns, rows) in tables.items():
-        print_section(console, title, plain_table(*columns.split("|"), rows=rows))

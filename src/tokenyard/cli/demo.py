@@ -1,43 +1,71 @@
-"""``tokenyard demo``: the command, where the text comes from, and what is printed."""
+"""``tokenyard demo``: an MoE layer in plain torch (byte embedding, softmax top-k router, SwiGLU
+experts), over ranks and on one process.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
+from math import inf
 from pathlib import Path
-from statistics import median
+from typing import Annotated, Any, Literal
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.bar import Bar
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
+from torch import Tensor, nn
+from torch.nn import functional
 
-from tokenyard.cli.consoles import (
-    Rows,
-    bytes_text,
-    leading_console,
-    print_line,
-    print_tables,
-    seconds_text,
+import tokenyard as ty
+from tokenyard.cli.consoles import bytes_text, leading_console, print_line, print_table
+from tokenyard.cli.options import (
+    MOST_PROCESSES,
+    bad,
+    check_device,
+    check_plot,
+    command,
+    option,
+    word_of,
 )
-from tokenyard.cli.demo_rank import Options, Part, run_rank
-from tokenyard.cli.options import bad, check_device, check_engine, check_plot, check_words, command
-from tokenyard.cli.progress import on_all_ranks, progress
-from tokenyard.engines.known import ENGINES
-from tokenyard.errors import NotSupported
+from tokenyard.cli.progress import on_all_ranks, say
+from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.launch import under_torchrun
+from tokenyard.routing import expert_bounds, host_ints
 
-LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
+LIMIT = 1e-5
 """Largest relative error (2-norm of the difference over 2-norm) that passes for rounding."""
-
-SUFFIXES = (".png", ".svg", ".pdf")
-README = Path(__file__).parents[3] / "README.md"
-"""The project's README, if the package runs from its repository."""
 
 BAR_COLOURS = ("cyan", "yellow")
 """Neighbouring ranks take turns; told apart by every kind of colour vision."""
-BAR_WIDTH = 40
+
+SHARED = ("embedding", "router")
+"""Modules that every rank uses; gradients of their weights are summed over ranks."""
+
+PER_EXPERT = ("gate", "up", "down")
+
+LOCAL = "Local processes; under torchrun its ranks count."
+Text = Annotated[
+    Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
+]
+Plot = Annotated[Path | None, option("Draw traffic and expert load as a PNG.", dir_okay=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    ranks: Annotated[int, option(LOCAL, min=1, max=MOST_PROCESSES)] = 4
+    text: Text = None
+    tokens: Annotated[int, option("Use at most so many bytes of the text.", min=1)] = 4096
+    hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
+    experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
+    topk: Annotated[int, option("Experts per token.", min=1)] = 2
+    device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
+    engine: Annotated[str, option("What moves the rows.", parser=word_of(ENGINES))] = AUTO
+    plot: Plot = None
 
 
 @command(Options)
@@ -47,125 +75,235 @@ def demo(options: Options) -> None:
 
     The exit code is 1 if the output or a gradient differs. Works under torchrun too.
     """
-    world = _check(options)
+    if options.topk > options.experts:
+        bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
+    check_device(options.device)
     leads, console = leading_console()
     if leads:
-        check_plot(options.plot, SUFFIXES)
+        check_plot(options.plot)
     name, text = _read(options.text, options.tokens)
     title = (
         f"{len(text)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
-        f"{options.experts} experts, {options.dtype}, {options.layout}"
+        f"{options.experts} experts"
     )
+    world = os.environ["WORLD_SIZE"] if under_torchrun() else options.ranks
     print_line(console, f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}")
-    parts = _run(options, text, world, console)
-    good = print_result(console, parts, LIMITS[options.dtype])
+    try:
+        parts = on_all_ranks(run_rank, options.ranks, options.device, options, text)
+    except ty.NotSupported as error:
+        bad("--engine", str(error))
+    good = print_result(console, parts)
     if leads and options.plot is not None:
         from tokenyard.cli.plots import save_traffic  # matplotlib is an extra
 
-        save_traffic(options.plot, parts, title)
+        traffic, loads = [part.sent for part in parts], [part.load for part in parts]
+        save_traffic(options.plot, traffic, loads, title)
         print_line(console, f"Wrote {escape(str(options.plot))}")
     raise typer.Exit(int(not good))
 
 
-def _check(options: Options) -> int:
-    """The options fit each other and this machine. Returns how many ranks there will be."""
-    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks or 4
-    if options.ranks not in (None, started):
-        bad("--ranks", f"{options.ranks} ranks, but torchrun started {started}: leave it out")
-    if options.topk > options.experts:
-        bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
-    check_device(options.device)
-    check_words("--engine", [options.engine], ENGINES)
-    check_engine(options.engine, options.device)
-    return started
-
-
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
-    """A name for the text, and its first bytes. Default: the README, also when installed."""
-    if path is not None or README.is_file():
-        file = path or README
-        name = file.name
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            bad("--text", f"cannot read {file}: {error.strerror}")
-    else:
-        name = "tokenyard's README"
-        try:
+    """A name for the text, and its first bytes. Default: the README, which the installed package
+    has with it.
+    """
+    name = "tokenyard's README" if path is None else path.name
+    try:
+        if path is not None:
+            content = path.read_bytes()
+        else:
             content = str(metadata("tokenyard").json.get("description", "")).encode()
-        except PackageNotFoundError:
-            bad("--text", f"there is no README at {README}: name a file")
+    except PackageNotFoundError:
+        bad("--text", "tokenyard is not installed, so its README is not at hand: name a file")
+    except OSError as error:
+        bad("--text", f"cannot read {path}: {error.strerror}")
     if not content:
         bad("--text", f"{name} is empty")
     return name, content[:most]
 
 
-def _run(options: Options, text: bytes, world: int, console: Console) -> list[Part]:
-    steps = [f"step {i + 1} of {options.steps}" for i in range(options.steps)]
-    stages = [f"starting {world} ranks", "warming up", *steps, "comparing with one process"]
-    with progress(stages, console) as counter:
-        try:
-            return on_all_ranks(run_rank, world, options.device, options, text, counter)
-        except NotSupported as error:
-            bad("--engine", str(error))
+# The layer
+
+
+class Expert(nn.Module):
+    """SwiGLU with twice as many channels inside: rows ``[n, H]`` to as many."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class MoeLayer(nn.Module):
+    """One MoE layer, float32, with the same weights on every rank. Called on byte values ``[T]`` it
+    runs all of its experts in one process, and returns ``[T, H]``.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(256, options.hidden)
+        self.router = nn.Linear(options.hidden, options.experts, bias=False)
+        self.experts = nn.ModuleList(Expert(options.hidden) for _ in range(options.experts))
+        self.num_topk = options.topk
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows ``[T, H]`` to ids ``[T, K]`` int64 and weights that add up to 1."""
+        top, topk_idx = self.router(x).softmax(-1).topk(self.num_topk)
+        return topk_idx, top / top.sum(-1, keepdim=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        topk_idx, topk_weights = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, pick = (topk_idx == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, topk_weights[row, pick, None] * expert(x[row]))
+        return out
+
+    def over_ranks(
+        self, ep: ty.ExpertParallel, tokens: Tensor, held: slice
+    ) -> tuple[Tensor, ty.Received]:
+        """The same of a rank's own ``tokens [T]``, of experts ``held`` on this rank and others on
+        others; and the rows that came here. Collective.
+        """
+        x = self.embedding(tokens)
+        recv = ep.dispatch(x, *self.route(x), layout=ty.Layout.EXPERT_MAJOR)
+        blocks = torch.split_with_sizes(recv.x, recv.tokens_per_expert_list)
+        mine = zip(self.experts[held], blocks, strict=True)
+        # Where there are no experts, no rows keep the rank in the backward exchange.
+        rows = torch.cat([recv.x[:0], *(expert(block) for expert, block in mine)])
+        return ep.combine(rows, recv.handle, weighted=True), recv
+
+
+def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, Tensor]:
+    """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate gradient``,
+    ... Those of the experts ``held`` are one behind the other. A gradient that backward did not
+    make counts as zero.
+    """
+    modules: dict[str, list[Any]] = {name: [getattr(layer, name)] for name in SHARED}
+    for name in PER_EXPERT:
+        modules[name] = [getattr(expert, name) for expert in layer.experts[held]]
+    named = {"output": y.detach()}
+    for name, parts in modules.items():
+        weights: list[Tensor] = [part.weight for part in parts]
+        found = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        named[f"{name} gradient"] = torch.cat(found) if found else torch.zeros(0)
+    return named
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """``|got - want| / |want|`` (2-norms, float64); infinite: not finite, or only ``want`` is 0."""
+    gap = torch.dist(got.double(), want.double()).item()
+    size = float(want.double().square().sum().sqrt())
+    return 0.0 if gap == 0 else gap / size if size > 0 and gap < inf else inf
+
+
+# What a rank does
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank saw.
+
+    Attributes:
+        why: the engine that ran, and the reason for it.
+        tokens, rows: that it owns, that dispatch brings it.
+        sent, received: bytes forward and backward, to and from each rank.
+        load: tokens routed to each expert that it holds; rank 0 has the first ones, and so on.
+        errors: relative error of each tensor of :func:`results`.
+    """
+
+    why: str
+    tokens: int
+    rows: int
+    sent: list[int]
+    received: list[int]
+    load: list[int]
+    errors: dict[str, float]
+
+
+def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
+    """Be one rank, with a part of the text and of the experts: what all saw, in their order.
+    Collective.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    split, owned = expert_bounds(len(text), world), expert_bounds(options.experts, world)
+    mine, held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])
+    layer, whole = (MoeLayer(options).to(device) for _ in range(2))
+    tokens = torch.tensor(list(text), device=device)
+    gradient = torch.randn(len(text), options.hidden).to(device)  # behind a seed: alike on all
+    sizes = {"num_experts": options.experts, "hidden": options.hidden, "num_topk": options.topk}
+    where: dict[str, Any] = {"engine": options.engine, "device": device}
+    with ty.ExpertParallel(**sizes, max_tokens_per_rank=split[1], **where) as ep:
+        say("forward and backward")
+        y, recv = layer.over_ranks(ep, tokens[mine], held)
+        y.backward(gradient[mine])
+        ep.check()
+        stats = ep.stats()
+    say("comparing with one process")
+    got = results(layer, y, held)
+    for name in SHARED:
+        got[f"{name} gradient"] = sum_over_ranks(got[f"{name} gradient"])
+    wanted = whole(tokens)
+    wanted.backward(gradient)
+    want = results(whole, wanted[mine], held)
+    part = Part(
+        why=ep.why,
+        tokens=y.shape[0],
+        rows=recv.x.shape[0],
+        sent=list(stats.bytes_sent),
+        received=list(stats.bytes_received),
+        load=host_ints(recv.tokens_per_expert),
+        errors={name: relative_error(tensor, want[name]) for name, tensor in got.items()},
+    )
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, part)
+    return parts
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The sum of every rank's tensor, on this tensor's device. Collective."""
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = tensor.detach().to(where, copy=True)
+    dist.all_reduce(total)
+    return total.to(tensor.device)
 
 
 # What is printed
 
 
-def print_result(console: Console, parts: Sequence[Part], limit: float) -> bool:
-    """All that there is to say about a run; returns whether every error is within ``limit``."""
+def print_result(console: Console, parts: Sequence[Part]) -> bool:
+    """All that there is to say about a run; returns whether no error exceeds :data:`LIMIT`."""
     print_line(console, f"Engine {escape(parts[0].why)}")
-    ranks = [
-        (*map(str, counts), bytes_text(sum(part.sent)), bytes_text(sum(part.received)))
-        for rank, part in enumerate(parts)
-        for counts in [(rank, len(part.load), part.tokens, part.rows)]
-    ]
+    ranks: list[tuple[str, ...]] = []
+    for rank, part in enumerate(parts):
+        counts = (rank, len(part.load), part.tokens, part.rows)
+        moved = (sum(part.sent), sum(part.received))
+        ranks.append((*map(str, counts), *map(bytes_text, moved)))
+    columns = "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received"
+    print_table(console, "Ranks (bytes over the wire, forward and backward)", columns, ranks)
     load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
     most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
-    experts = [
-        (str(expert), str(rank), str(count), _bar(count, most, rank))
-        for expert, (rank, count) in enumerate(load)
-    ]
+    experts: list[tuple[RenderableType, ...]] = []
+    for number, (rank, count) in enumerate(load):
+        bar = Bar(most, 0, count, width=40, color=BAR_COLOURS[rank % 2])
+        experts.append((*map(str, (number, rank, count)), bar))
+    title = f"Expert load (the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens)"
+    print_table(console, title, "Expert|Rank|Tokens|<", experts)
     errors = {name: max(part.errors[name] for part in parts) for name in parts[0].errors}
-    verdicts = ("[red]mismatch[/red]", "[green]ok[/green]")
-    compared = [
-        (escape(name), f"{error:.1e}", f"{limit:.0e}", verdicts[error <= limit])
-        for name, error in errors.items()
-    ]
-    sections: dict[str, tuple[str, Rows]] = {
-        "Ranks (bytes over the wire per step, forward and backward)": (
-            "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received",
-            ranks,
-        ),
-        f"Expert load (the largest is {most / mean:.2f} times the mean of {mean:.3g} tokens)": (
-            "Expert|Rank|Tokens|<",
-            experts,
-        ),
-        "Time (median over the steps, slowest rank)": ("<Phase|Time|<", _phases(parts)),
-        "Relative error against the same layer on one process": ("<Tensor|Error|Limit|<", compared),
-    }
-    print_tables(console, sections)
+    compared = [(escape(name), f"{error:.1e}") for name, error in errors.items()]
+    title = "Relative error against the same layer on one process"
+    print_table(console, title, "<Tensor|Error", compared)
     print_line(console, "")
-    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    wrong = {name: error for name, error in errors.items() if not error <= LIMIT}
     for name, error in wrong.items():
-        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {limit:.0e}"
+        text = f"MISMATCH: {name}: relative error {error:.1e}, but the limit is {LIMIT:.0e}"
         print_line(console, f"[bold red]{escape(text)}[/bold red]")
     if not wrong:
         text = "The output and all gradients match; the largest relative error is"
         print_line(console, f"[green]{text} {max(errors.values()):.1e}[/green]")
     return not wrong
-
-
-def _bar(value: float, most: float, rank: int = 0) -> Bar:
-    return Bar(most, 0, value, width=BAR_WIDTH, color=BAR_COLOURS[rank % len(BAR_COLOURS)])
-
-
-def _phases(parts: Sequence[Part]) -> Rows:
-    seconds = {
-        name: median(map(max, zip(*(part.seconds[name] for part in parts), strict=True)))
-        for name in parts[0].seconds
-    }
-    most = max(seconds.values())
-    yield from ((name, seconds_text(each), _bar(each, most)) for name, each in seconds.items())
-    yield "sum", seconds_text(sum(seconds.values()))

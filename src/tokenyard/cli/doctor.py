@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from tokenyard.cli.consoles import (
-    bytes_text,
-    plain_table,
-    print_line,
-    print_section,
-    seconds_text,
-    table_console,
-)
+from tokenyard import ExpertParallel
+from tokenyard.cli.consoles import bytes_text, print_line, print_table, seconds_text, table_console
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, UNLIMITED, WARNING, findings
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
 from tokenyard.cli.options import bad, command, option
+from tokenyard.cli.progress import say
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.launch import under_torchrun
+from tokenyard.launch import spawn, under_torchrun
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Oracle, engine_calls, sweep_inputs
 from tokenyard.version import __version__
 
 SCHEMA = 1
@@ -41,6 +39,9 @@ SCHEMA = 1
 
 CPU_RANKS, CPU_WORKLOAD_RANKS = 2, 4
 """Of the self-test, and of the workload where nobody gives others."""
+
+TOKENS, HIDDEN, TOPK = 24, 256, 4
+"""Of each rank of the self-test."""
 
 SIZES = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
 """Of the workload, where nobody gives others."""
@@ -92,13 +93,16 @@ def doctor(options: Options) -> None:
     workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
     if workload["topk"] > workload["experts"]:
         bad("--topk", f"{workload['topk']} experts per token, but there are {workload['experts']}")
-    with Console(stderr=True).status("") as spinner:  # silent where nobody watches
-        facts, untold = gather(options.timeout, spinner.update)
-        ranks = options.ranks or len(facts["gpus"] or []) or CPU_WORKLOAD_RANKS
-        workload |= {"ranks": ranks, "layout": options.layout}
-        machine = Machine(facts, untold, workload, asked=any(given.values()))
-        if options.self_test:
-            run_self_tests(machine, options.timeout, spinner.update)
+    facts, untold = gather(options.timeout)
+    ranks = options.ranks or len(facts["gpus"] or []) or CPU_WORKLOAD_RANKS
+    workload |= {"ranks": ranks, "layout": options.layout}
+    machine = Machine(facts, untold, workload, asked=any(given.values()))
+    try:
+        assert machine.need
+    except ValueError as wrong:  # rings that hold no two rows
+        bad("--hidden", str(wrong))
+    if options.self_test:
+        run_self_tests(machine, options.timeout)
     document = diagnose(machine)
     if options.json:
         typer.echo(json.dumps(document, indent=1))
@@ -123,7 +127,7 @@ def show_waits(files: list[Path], as_json: bool) -> None:
         print_waits(table_console(), waits)
 
 
-def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object]) -> None:
+def run_self_tests(machine: Machine, timeout: float) -> None:
     """Ranks on the CPU over gloo, and one rank per GPU with the engine that is likely here."""
     plans = [("cpu", CPU_RANKS, COLLECTIVE)]
     if machine.gpus:
@@ -136,6 +140,41 @@ def run_self_tests(machine: Machine, timeout: float, say: Callable[[str], object
         told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
         test = {"device": device, "ranks": ranks, **told, "error": why, "ok": not why}
         machine.self_tests.append(test)
+
+
+def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
+    """Dispatch and combine on so many local ranks of ``device`` ("cpu" or "cuda"). All are words of
+    a command line; a silent rank is waited for ``seconds``. Returns the ``engine``, ``why``, and
+    ``seconds`` that it took.
+
+    Raises:
+        RuntimeError: a rank raised; its traceback is the message.
+    """
+    begin = time.monotonic()
+    name, why = spawn(check_rank, int(ranks), engine, float(seconds), device=device)[0]
+    return {"engine": name, "why": why, "seconds": round(time.monotonic() - begin, 2)}
+
+
+def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
+    """One rank's part: two layouts, experts that do not divide by the ranks, tokens that pick an
+    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where.
+    """
+    known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
+    cases = [
+        Case(TOKENS, HIDDEN, TOPK, 3 * dist.get_world_size() + 1, "duplicates", layout=layout)
+        for layout in ("flat", "expert_major")
+    ]
+    with ExpertParallel(**cases[0].arguments, engine=engine, **known) as ep:
+        for case in cases:
+            [batch], [sent] = sweep_inputs(case, 0, here, 1)
+            truth = Oracle.asked(case, batch, sent)
+            for call in engine_calls(ep, case, [batch]):
+                try:
+                    call.attempt(0, truth)
+                except AssertionError as error:
+                    what = f"rank {ep.rank}: {case.layout.upper()} {call.phase}"
+                    raise AssertionError(f"{what}: {error}") from None
+        return ep.engine, ep.why
 
 
 def diagnose(machine: Machine) -> dict[str, Any]:
@@ -158,9 +197,7 @@ def diagnose(machine: Machine) -> dict[str, Any]:
 
 HOST = ("cpus", "memory", "shm", "limits", "hostname", "infiniband", "pci", "environment")
 SOFTWARE = ("python", "torch", "triton", "driver", "nccl", "nvshmem")
-GPU = ("index", "name", "capability", "memory_total", "memory_free", "mig", "uuid")
 TEST = ("device", "ranks", "engine", "seconds", "ok", "why")
-NEED = ("routing", "rows", "results", "buffers", "total")
 BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "buffers")
 
 
@@ -169,27 +206,30 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
     for title, names in (("Host", HOST), ("Software", SOFTWARE)):
         none = {name: "?" if name in untold else "none" for name in names}
         rows = [(name, text(name, facts[name]) or none[name]) for name in names]
-        print_section(console, title, plain_table("<", "<", rows=rows))
+        print_table(console, title, "<|<", rows)
     if facts["gpus"]:
-        print_section(console, "GPUs", _records(GPU, facts["gpus"]))
-        title = "Links between GPUs (NV18: 18 NVLinks; a cross: no peer access)"
-        print_section(console, title, _links(facts))
+        _print_records(console, "GPUs", facts["gpus"])
     else:
         seen = "?" if facts["gpus"] is None else "none that torch sees"
         print_line(console, f"\n[bold]GPUs[/bold] {seen}")
+    if facts["links"]:
+        rows = [(str(gpu), *links) for gpu, links in enumerate(facts["links"])]
+        heads = "|".join(["<GPU", *(gpu for gpu, *_ in rows)])
+        print_table(console, "Links between GPUs (NV18: 18 NVLinks)", heads, rows)
     engine = f"{document['engine']['name']}: {escape(document['engine']['why'])}"
     print_line(console, f"\n[bold]Engine[/bold] {engine}")
     title = f"Memory of a rank ({text('free', need['free']) or '?'} free on the {need['where']}): "
     cases = [{"routing": case} | need[case] for case in ("even", "most")]
-    print_section(console, title + text("", need["workload"]), _records(NEED, cases))
+    _print_records(console, title + text("", need["workload"]), cases)
     if document["self_tests"]:
-        print_section(console, "Self-test", _records(TEST, document["self_tests"]))
+        tests = [{key: test[key] for key in TEST} for test in document["self_tests"]]
+        _print_records(console, "Self-test", tests)
     else:
         print_line(console, "\n[bold]Self-test[/bold] not run")
     print_line(console, "")
     for name, why in untold.items():
         print_line(console, f"[yellow]could not tell: {escape(name)}: {escape(why)}[/yellow]")
-    _print_verdict(console, document["findings"])
+    _print_verdict(console, document)
 
 
 def text(name: str, value: Any) -> str:
@@ -211,37 +251,21 @@ def text(name: str, value: Any) -> str:
     return bytes_text(value) if name in BYTES else escape(str(value))
 
 
-def _records(keys: tuple[str, ...], records: list[dict[str, Any]]) -> Table:
-    heads = (f"<{key}" if isinstance(records[0][key], str) else key for key in keys)
-    rows = [[text(key, record[key]) or "?" for key in keys] for record in records]
-    return plain_table(*heads, rows=rows)
+def _print_records(console: Console, title: str, records: list[dict[str, Any]]) -> None:
+    heads = (f"<{key}" if isinstance(value, str) else key for key, value in records[0].items())
+    rows = [[text(*known) or "?" for known in record.items()] for record in records]
+    print_table(console, title, "|".join(heads), rows)
 
 
-def _links(facts: dict[str, Any]) -> Table:
-    peers, gpus = facts["peers"], range(len(facts["gpus"]))
-
-    def cell(a: int, b: int) -> str:
-        if a == b:
-            return "-"
-        link = facts["links"][a][b] if facts["links"] else "reachable" if peers else "?"
-        apart = peers and not (peers[a][b] and peers[b][a])
-        return f"[red]{escape(link)} x[/red]" if apart else escape(link)
-
-    rows = [(str(a), *(cell(a, b) for b in gpus)) for a in gpus]
-    return plain_table("<GPU", *map(str, gpus), rows=rows)
-
-
-def _print_verdict(console: Console, findings: list[dict[str, str]]) -> None:
-    counts: list[str] = []
-    for kind in (PROBLEM, WARNING):
-        if number := sum(finding["severity"] == kind for finding in findings):
-            counts.append(f"{number} {kind}{'s' if number > 1 else ''}")
-    healthy = not any(finding["severity"] == PROBLEM for finding in findings)
-    verdict = "[green]Healthy[/green]" if healthy else "[bold red]Not healthy[/bold red]"
-    print_line(console, ": ".join([verdict, *filter(None, [" and ".join(counts)])]))
-    for finding in sorted(findings, key=lambda each: each["severity"] == PROBLEM):
-        colour = "bold red" if finding["severity"] == PROBLEM else "yellow"
-        head = f"{finding['severity'].upper()}: {escape(finding['symptom'])}"
-        print_line(console, f"[{colour}]{head}[/{colour}]")
-        print_line(console, f"  cause:  {escape(finding['cause'])}")
-        print_line(console, f"  remedy: {escape(finding['remedy'])}")
+def _print_verdict(console: Console, document: dict[str, Any]) -> None:
+    healthy = (
+        "[green]Healthy[/green]" if document["healthy"] else "[bold red]Not healthy[/bold red]"
+    )
+    print_line(console, healthy)
+    for severity, colour in ((WARNING, "yellow"), (PROBLEM, "bold red")):
+        for finding in document["findings"]:
+            if finding["severity"] == severity:
+                head = f"{severity.upper()}: {escape(finding['symptom'])}"
+                print_line(console, f"[{colour}]{head}[/{colour}]")
+                print_line(console, f"  cause:  {escape(finding['cause'])}")
+                print_line(console, f"  remedy: {escape(finding['remedy'])}")

@@ -9,13 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from tokenyard.cli import doctor_probes
 from tokenyard.cli.doctor_probes import QUESTIONS, Record, bare, reason
+from tokenyard.cli.progress import say
 from tokenyard.engines.known import ENGINES
 
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['main'](*sys.argv[2:])"
@@ -43,8 +44,8 @@ VARIABLES = re.compile(
 """Those that change how ranks talk to each other."""
 
 
-def gather(timeout: float, say: Callable[[str], object]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Ask everything but the self-test; ``say`` is told what is asked just now.
+def gather(timeout: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Ask everything but the self-test.
 
     Returns:
         Facts by name, None for what could not be told or is not there; and why it could not.

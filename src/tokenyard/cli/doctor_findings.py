@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from tokenyard.cli.consoles import bytes_text
 from tokenyard.cli.doctor_ask import NO_ANSWER, NOT_ASKED
 from tokenyard.cli.doctor_machine import Machine, numbers, pairs_text
-from tokenyard.cli.doctor_probes import reason
+from tokenyard.cli.doctor_probes import P2P, reason
 from tokenyard.engines.obstacles import CAPABILITY, TRITON, triton_fits
 
 PROBLEM, WARNING = "problem", "warning"
@@ -17,14 +17,6 @@ PROBLEM, WARNING = "problem", "warning"
 
 UNLIMITED = -1
 SMALL_SHM, FEW_FILES = 128 << 20, 1024
-P2P_REASONS = {
-    "CNS": "the chipset does not support it",
-    "GNS": "these GPUs do not support it",
-    "TNS": "the topology does not support it",
-    "NS": "it is not supported",
-    "DR": "the driver's registry keys disable it",
-}
-"""What nvidia-smi's words for a pair mean."""
 
 ACS = (
     "on bare metal turn ACS off on the PCIe switches and boot with iommu=pt; in a virtual machine "
@@ -151,7 +143,7 @@ def links(m: Machine) -> Iterator[str]:
     kinds = ", ".join(kind for kind in domains if kind != "identity")
     if bad:
         words = sorted({m.p2p[a][b] for a, b in bad} - {"OK", "X"}) if m.p2p else []
-        told = [f"the driver says {word}: {P2P_REASONS.get(word, 'unknown')}" for word in words]
+        told = [f"the driver says {word}: {P2P.get(word, 'unknown')}" for word in words]
         told += [f"an IOMMU translates between them ({kinds})"] if kinds else []
         unknown = "their link, or PCIe ACS, an IOMMU or a virtual machine in between"
         away = f"engine collective works without; for P2P over PCIe {ACS}"

@@ -13,17 +13,15 @@ import torch
 from tokenyard.cli.doctor_probes import Record
 from tokenyard.engines.known import COLLECTIVE, NVLINK
 from tokenyard.engines.obstacles import obstacles
-from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.planner.sizes import nvlink_sizes
 from tokenyard.planner.traffic import popularity, reach
+from tokenyard.planner.workload import Workload
 from tokenyard.rows import RowFormat
 
 Pairs = list[tuple[int, int]]
 
 DTYPE = torch.bfloat16
 INDEX_BYTES, WEIGHT_BYTES, SOURCE_BYTES = 8, 4, 8
-
-NVLINK_BYTES = DEFAULT_BUFFER_BYTES + (1 << 20)
-"""Symmetric memory that engine ``nvlink`` holds per GPU, whatever the batch: rings and counters."""
 
 
 @dataclass
@@ -117,23 +115,24 @@ class Machine:
         with their routing, the combined result and the engine's buffers count; the experts' own
         tensors do not.
         """
-        sizes = ("tokens", "hidden", "experts", "topk", "ranks")
-        tokens, hidden, experts, topk, ranks = (self.workload[name] for name in sizes)
+        sizes = {name: self.workload[name] for name in ("tokens", "hidden", "experts", "topk")}
+        work = Workload(nodes=1, gpus_per_node=self.workload["ranks"], **sizes)
+        tokens, topk, ranks, row = work.tokens, work.topk, work.ranks, work.back_bytes
         nvlink, flat = self.engine(ranks)["name"] == NVLINK, self.workload["layout"] == "flat"
-        here, everything = -(-experts // ranks), ranks * tokens  # experts of the rank with most
-        reached = reach(popularity("uniform", experts), [0, here, experts], topk)[0]
-        row = hidden * DTYPE.itemsize
+        here, everything = -(-work.experts // ranks), ranks * tokens  # experts: of who has most
         routing = SOURCE_BYTES + (topk * (INDEX_BYTES + WEIGHT_BYTES) if flat else WEIGHT_BYTES)
-        wire = RowFormat(hidden, DTYPE, picks=topk, routed=True, weighted=True).row_bytes
+        wire = RowFormat(work.hidden, DTYPE, picks=topk, routed=True, weighted=True).row_bytes
 
         def one(came: int, sent: int, picks: int) -> dict[str, int]:
             rows = came if flat else picks
             results = rows * (row + routing) + tokens * row
-            buffers = NVLINK_BYTES if nvlink else (sent + came) * wire
+            buffers = nvlink_sizes(work).symmetric_bytes if nvlink else (sent + came) * wire
             total = results + buffers
             return {"rows": rows, "results": results, "buffers": buffers, "total": total}
 
-        came, picks = round(everything * reached), round(everything * topk * here / experts)
+        chances = popularity("uniform", work.experts)
+        came = round(everything * reach(chances, [0, here, work.experts], topk)[0])
+        picks = round(everything * topk * here / work.experts)
         if self.gpus:
             left = [gpu["memory_free"] for gpu in self.gpus[:ranks]]
             free = None if None in left else min(left)

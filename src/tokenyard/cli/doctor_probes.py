@@ -174,8 +174,16 @@ def collect_env() -> dict[str, str]:
 
 NO_NVML = "nvidia-ml-py is not installed: pip install 'tokenyard[cli]'"
 
-P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS"}
-"""nvidia-smi's word for each status of a pair; others are U, unknown."""
+P2P = {
+    "OK": "",
+    "CNS": "the chipset does not support it",
+    "GNS": "these GPUs do not support it",
+    "TNS": "the topology does not support it",
+    "DR": "the driver's registry keys disable it",
+    "NS": "it is not supported",
+    "U": "unknown",
+}
+"""nvidia-smi's word for each status of a pair, in the order of NVML's numbers, and its meaning."""
 
 PATHS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """nvidia-smi's word for the level of a pair's nearest common ancestor."""
@@ -265,7 +273,7 @@ def _nvlinks(nvml: Any, gpu: Any) -> list[Any]:
 
 def peer_access(nvml: Any, a: Any, b: Any) -> str:
     """What the driver says about reading a peer's memory, in nvidia-smi's words."""
-    return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, READ)), "U")
+    return list(P2P)[min(int(nvml.nvmlDeviceGetP2PStatus(a, b, READ)), len(P2P) - 1)]
 
 
 # The process
@@ -301,7 +309,7 @@ QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "p2p": lambda *uuids: matrix(peer_access, uuids),
     },
     "self-test": {
-        "self-test": lambda *words: import_module("tokenyard.cli.doctor_selftest").run(*words)
+        "self-test": lambda *words: import_module("tokenyard.cli.doctor").self_test(*words)
     },
 }
 """By the process that answers and the name of the fact. What may hang comes last."""

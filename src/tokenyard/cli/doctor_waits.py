@@ -11,7 +11,7 @@ from statistics import median_low
 
 from rich.console import Console
 
-from tokenyard.cli.consoles import plain_table, print_line, print_section, seconds_text
+from tokenyard.cli.consoles import print_line, print_table, seconds_text
 
 METRIC = "tokenyard_wait_seconds_total"
 _LINE = re.compile(rf"^{METRIC}\{{(.*)\}} (\S+)$", re.MULTILINE)
@@ -84,41 +84,25 @@ def _slow(what: str, pairs: Pairs, late: Pairs) -> Iterator[Slow]:
     if what in ("rows", "room"):
         pairs = {pair: s - late.get(pair, 0.0) for pair, s in pairs.items()}
     long = {pair: s for pair, s in pairs.items() if s >= LEAST and s > MUCH * usual}
-    for source, waited, others in _alike(pairs, long, 1):
-        if others > 1 and 2 * len(waited) > others:
-            yield Slow(
-                what, source, None, max(waited.values()),
-                f"rank {source} is slow: {len(waited)} of {others} ranks wait for its {what}; "
-                f"{MEANS.get(what, 'it is late')}",
-            )  # fmt: skip
+    for source in sorted({source for _, source in long}):
+        waited = [s for (_, each), s in long.items() if each == source]
+        others = sum(each == source for _, each in pairs)
+        if 1 < others < 2 * len(waited):
+            text = f"rank {source} is slow: {len(waited)} of {others} ranks wait for its {what}; "
+            yield Slow(what, source, None, max(waited), text + MEANS.get(what, "it is late"))
             long = {pair: s for pair, s in long.items() if pair[1] != source}
-    for to, waited, others in _alike(pairs, long, 0):
-        if others > 1 and 2 * len(waited) > others:
-            yield Slow(
-                what, None, to, max(waited.values()),
-                f"ways into rank {to} are slow: it alone waits, for {what} of {len(waited)} of "
-                f"{others} ranks",
-            )  # fmt: skip
+    for to in sorted({to for to, _ in long}):
+        waits = {source: s for (each, source), s in long.items() if each == to}
+        others = sum(each == to for each, _ in pairs)
+        if 1 < others < 2 * len(waits):
+            text = f"ways into rank {to} are slow: it alone waits, for {what} of {len(waits)} of "
+            yield Slow(what, None, to, max(waits.values()), f"{text}{others} ranks")
             continue
-        for (_, source), seconds in waited.items():
-            alone = sum(pair[1] == source for pair in pairs) == 1
-            which = f"the way from rank {source} to rank {to} is slow: no other waits so"
-            if alone:
-                which = f"rank {source} is slow, or the way to rank {to}: no other rank can tell"
-            yield Slow(what, source, to, seconds, f"{which} for its {what}")
-
-
-def _alike(pairs: Pairs, long: Pairs, at: int) -> list[tuple[int, Pairs, int]]:
-    """By the rank that stands ``at`` (0: who waited, 1: for whom) in long waits: these waits, and
-    how many waits it has in all."""
-    return [
-        (
-            rank,
-            {pair: seconds for pair, seconds in long.items() if pair[at] == rank},
-            sum(pair[at] == rank for pair in pairs),
-        )
-        for rank in sorted({pair[at] for pair in long})
-    ]
+        for source, seconds in waits.items():
+            text = f"the way from rank {source} to rank {to} is slow: no other waits so"
+            if sum(each == source for _, each in pairs) == 1:
+                text = f"rank {source} is slow, or the way to rank {to}: no other rank can tell"
+            yield Slow(what, source, to, seconds, f"{text} for its {what}")
 
 
 def document_of(waits: Waits) -> dict[str, object]:
@@ -138,8 +122,8 @@ def print_waits(console: Console, waits: Waits) -> None:
             longest = max(waited, key=lambda to: waited[to])
             numbers = (min(waited.values()), sum(waited.values()) / len(waited), waited[longest])
             rows.append((str(source), *map(seconds_text, numbers), str(longest)))
-        table = plain_table("rank", "least", "mean", "most", "by rank", rows=rows)
-        print_section(console, f"Waits for {what} of a rank, by the others", table)
+        title = f"Waits for {what} of a rank, by the others"
+        print_table(console, title, "rank|least|mean|most|by rank", rows)
     slow = slow_in(waits)
     print_line(console, "")
     for each in slow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
@@ -11,10 +11,6 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 import torch
 import typer
 
-from tokenyard.engines.known import AUTO, COLLECTIVE
-from tokenyard.engines.obstacles import obstacle_of
-
-PNG = (".png",)
 MOST_PROCESSES = 256
 """That a command starts."""
 T = TypeVar("T")
@@ -23,6 +19,26 @@ T = TypeVar("T")
 def option(text: str, **known: Any) -> Any:
     """The option of a field; ``known`` are arguments of ``typer.Option``."""
     return typer.Option(help=text, **known)
+
+
+def word_of(known: Iterable[str]) -> Callable[[str], str]:
+    """What parses one of ``known``, in small letters or large."""
+
+    def parse(text: str) -> str:
+        if (found := text.strip().lower()) not in known:
+            raise typer.BadParameter(f"{found!r} is unknown; use one of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def list_of(parse: Callable[[str], object], text: str) -> Any:
+    """The option of a field that takes a comma list."""
+
+    def parse_all(given: str) -> list[object]:
+        return [parse(word) for word in given.split(",")]
+
+    return option(text, parser=parse_all, metavar="LIST")
 
 
 def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -46,26 +62,20 @@ def bad(option: str, why: str) -> NoReturn:
     raise typer.BadParameter(why, param_hint=option)
 
 
-def check_words(option: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    for word in asked:
-        if word not in known:
-            bad(option, f"{word!r} is unknown; use one of {', '.join(known)}")
-
-
 def check_folder(path: Path | None, option: str) -> None:
     """There is a directory for the file that ``option`` names."""
     if path is not None and not path.absolute().parent.is_dir():
         bad(option, f"{path.parent} is not a directory")
 
 
-def check_plot(path: Path | None, suffixes: Sequence[str] = PNG) -> None:
-    """A figure can be drawn, as a file of a kind in ``suffixes``, where ``--plot`` says."""
+def check_plot(path: Path | None) -> None:
+    """A figure can be drawn where ``--plot`` says."""
     if path is None:
         return
     if find_spec("matplotlib") is None:
         bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
-    if path.suffix.lower() not in suffixes:
-        bad("--plot", f"{path.name!r} must end in {' or '.join(suffixes)}")
+    if path.suffix.lower() != ".png":
+        bad("--plot", f"{path.name!r} must end in .png")
     check_folder(path, "--plot")
 
 
@@ -73,10 +83,3 @@ def check_device(device: str) -> None:
     """torch has a device of the kind that ``--device`` names."""
     if device == "cuda" and not torch.cuda.is_available():
         bad("--device", "torch sees no CUDA device here; use cpu")
-
-
-def check_engine(engine: str, device: str) -> None:
-    """On the CPU, the ``--engine`` needs no kernels. (Whether it fits GPUs, ranks find out.)"""
-    if device == "cpu" and engine not in (AUTO, COLLECTIVE):
-        why = f"engine {engine!r} cannot work here: {obstacle_of(None)}; engine 'collective' can"
-        bad("--engine", why)

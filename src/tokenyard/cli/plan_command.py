@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_tables, table_console
-from tokenyard.cli.options import check_plot, check_words, command, option
+from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_table, table_console
+from tokenyard.cli.options import check_plot, command, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
 from tokenyard.planner.prediction import ONCE, Call, Plan, scaling
 from tokenyard.planner.prediction import plan as make_plan
-from tokenyard.planner.rates import CALLS, HOPPER, Rates
+from tokenyard.planner.rates import CALLS, HOPPER
 from tokenyard.planner.record import rates_from
 from tokenyard.planner.traffic import SKEWS, Traffic
 from tokenyard.planner.workload import DTYPES, H200_SMS, Dtype, Workload
@@ -31,10 +31,7 @@ IGNORED = (
     "GPUs that wait for slower ones. The network was never measured."
 )
 
-Dtypes = Annotated[
-    list[str] | None,
-    option("bf16, fp8: of dispatched rows; may be given several times.", show_default="both"),
-]
+Dtypes = Annotated[Any, list_of(word_of(DTYPES), "bf16, fp8: of dispatched rows.")]
 Rate = Annotated[
     float | None, option("GB/s that leave a GPU inside its node.", show_default="as measured")
 ]
@@ -53,7 +50,7 @@ class Options:
     hidden: Annotated[int, option("Channels of a token.")] = 7168
     experts: Annotated[int, option("Experts over all ranks.")] = 256
     topk: Annotated[int, option("Experts per token.")] = 8
-    dtype: Dtypes = None
+    dtype: Dtypes = "bf16,fp8"
     sms: Annotated[int, option(f"Multiprocessors for calls, of {H200_SMS}.")] = H200_SMS
     buffer_bytes: Annotated[int, option("Bytes of all rings of a GPU.")] = DEFAULT_BUFFER_BYTES
     nvlink: Rate = None
@@ -74,9 +71,8 @@ def plan(options: Options) -> None:
     docs/how-to/planner.md says how far it is off.
     """
     check_plot(options.plot)
-    asked, given = options.dtype or list(DTYPES), asdict(options)
-    check_words("--dtype", asked, DTYPES)
-    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in asked]
+    given = asdict(options)
+    dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in options.dtype]
     try:
         workload = Workload(**{name: given[name] for name in WORK})
         measured = HOPPER if options.rates is None else rates_from(options.rates, HOPPER)
@@ -103,14 +99,8 @@ def plan(options: Options) -> None:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything that :func:`print_plan` shows, with bytes and microseconds as plain numbers."""
-    work = asdict(plan.workload)
-    del work["dtype"]
-
-    def named(values: Rates | Traffic) -> dict[str, Any]:  # JSON knows no tuples with names
-        fields: dict[str, Any] = asdict(values)
-        return {
-            n: each._asdict() if hasattr(each, "_asdict") else each for n, each in fields.items()
-        }
+    known = asdict(plan)
+    del known["workload"]["dtype"]
 
     def of(call: Call) -> dict[str, Any]:
         terms = asdict(call.terms)
@@ -122,20 +112,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "in_heap": terms.pop("in_heap"),
             "power": terms.pop("power"),
             "terms_us": terms,
-            "nvlink_bytes": call.nvlink._asdict(),
-            "nic_bytes": call.nic._asdict(),
+            "nvlink_bytes": asdict(call.nvlink),
+            "nic_bytes": asdict(call.nic),
         }
 
     return {
         "tokenyard": __version__,
-        "workload": work,
-        "rates": named(plan.rates),
-        "engine": plan.engine,
+        "rows": known.pop("traffic"),
+        **known,
+        "calls": [of(call) for call in plan.calls],
         "engine_runs": _when(plan),
         "low_latency_once_per_node": plan.workload.crosses_once,
-        "sizes": {dtype: asdict(sizes) for dtype, sizes in plan.sizes.items()},
-        "rows": {skew: named(rows) for skew, rows in plan.traffic.items()},
-        "calls": [of(call) for call in plan.calls],
     }
 
 
@@ -163,26 +150,17 @@ def print_plan(console: Console, plan: Plan) -> None:
         times.append((*names, *map(us_text, limits), terms.bound))
         flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
         moved.append((*names, *map(bytes_text, flows)))
-    tables: dict[str, tuple[str, Rows]] = {
-        "Time (us; each limit were it alone)": (
-            f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
-            times,
-        ),
-        "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)": (
-            f"{head}|NVLink|mean|NIC|mean",
-            moved,
-        ),
-        f"Rows of engine {engine} and what once per node saves": (
-            "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|"
-            "saved",
-            [_rows(rows) for rows in plan.traffic.values()],
-        ),
-        f"Sizes of engine {engine}": (
-            "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
-            _sizes(plan),
-        ),
-    }
-    print_tables(console, tables)
+    columns = f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by"
+    print_table(console, "Time (us; each limit were it alone)", columns, times)
+    title = "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)"
+    print_table(console, title, f"{head}|NVLink|mean|NIC|mean", moved)
+    title = f"Rows of engine {engine} and what once per node saves"
+    columns = (
+        "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|saved"
+    )
+    print_table(console, title, columns, map(_rows, plan.traffic.values()))
+    columns = "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory"
+    print_table(console, f"Sizes of engine {engine}", columns, _sizes(plan))
     there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
     print_line(
         console,

@@ -91,7 +91,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         "combine": (sizes.writers, 3 * sent + own + results, 0),
     }[call]
     if call == "combine" and sent > sizes.receive_bytes:
-        rate = rate._replace(program_gbs=rates.results_gbs)
+        rate = replace(rate, program_gbs=rates.results_gbs)
         programs, num_bytes, chunk = sizes.reducers, results, ring.back_chunk
     busy = 0.0
     if rate.program_gbs is not None and num_bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tokenyard.engines.known import COLLECTIVE
 
@@ -16,7 +15,8 @@ LEAST, MOST = 1e-6, 1e9
 """Of rates and latencies that are given, so that times stay finite."""
 
 
-class CallRates(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallRates:
     """One kind of call inside a node.
 
     Attributes:
@@ -81,7 +81,7 @@ class Rates:
         names = (*CALLS, *DECODE)
         calls: dict[str, CallRates] = {name: getattr(self, name) for name in names}
         calls = {
-            name: call._replace(link_gbs=call.link_gbs * scale) for name, call in calls.items()
+            name: replace(call, link_gbs=call.link_gbs * scale) for name, call in calls.items()
         }
         given = ", ".join(f"{name} {value:g}" for name, value in links.items() if value)
         return replace(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def fit(call: str, points: Sequence[Point], base: Rates) -> CallRates:
         free.append(start.program_gbs)
 
     def leg_of(logs: Tensor) -> CallRates:
-        return CallRates(*[float(value) for value in logs.exp()], *start[len(free) :])
+        return CallRates(*[float(value) for value in logs.exp()], *astuple(start)[len(free) :])
 
     def errors(logs: Tensor) -> Tensor:
         rates = replace(base, **{call: leg_of(logs)})

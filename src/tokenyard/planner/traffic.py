@@ -13,7 +13,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ _STEP, _EARLIEST = 0.25, -38.0
 """Of the trapezoid rule over the logarithm of time: it converges exponentially; tested to 1e-9."""
 
 
-class Flow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Flow:
     """Rows per GPU and call: the mean (in = out), and the busier direction of the busiest GPU."""
 
     mean: float

@@ -22,6 +22,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 QUANTIZE = {"none": None, **{mode.name.lower(): mode for mode in Quantize}}
 SKEWS = ("uniform", "zipf")
+NUMBERS, WORDS = ("tokens", "hidden", "topk", "experts"), ("skew", "dtype", "layout", "quantize")
+"""Fields of a case that a sweep takes lists of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,11 @@ class Case:
         return self.hidden * DTYPES[self.dtype].itemsize
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """What every ``ExpertParallel`` for this case is made with."""
+    def arguments(self) -> dict[str, Any]:
+        """What every ``ExpertParallel`` for this case is made with, besides engine and device."""
         sizes = {"num_experts": self.experts, "hidden": self.hidden, "num_topk": self.topk}
-        return {**sizes, "max_tokens_per_rank": self.tokens}
+        limits = {"num_sms": self.sms, "buffer_bytes": self.rings, "topology": self.topology}
+        return {**sizes, "max_tokens_per_rank": self.tokens, **limits}
 
 
 def sweep(**lists: list[Any]) -> list[Case]:

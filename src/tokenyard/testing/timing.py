@@ -94,7 +94,7 @@ class Clock:
 
 
 def time_interleaved(
-    calls: Sequence[Timed],
+    calls: Sequence[Timed | None],
     *,
     iterations: int,
     warmup: int,
@@ -102,25 +102,27 @@ def time_interleaved(
     device: torch.device,
     seed: int = 0,
     clock: Clock | None = None,
-) -> list[Series]:
-    """Time ``calls``, the same on every rank of the default process group, in turn. Collective.
+) -> list[Series | None]:
+    """Time ``calls``, the same on every rank of the default process group, in turn; None stands for
+    a call that is not timed. Collective.
 
     ``warmup`` rounds come before the ``iterations`` that count; round ``i`` uses input ``i %
     num_inputs``. ``seed``: of the order inside the rounds, the same on every rank. ``clock``: what
     takes a time. Returns one series per call, equal on every rank.
     """
-    clock, shuffled, order = clock or Clock(device), random.Random(seed), list(range(len(calls)))
+    clock, shuffled = clock or Clock(device), random.Random(seed)
+    order = [(at, call) for at, call in enumerate(calls) if call is not None]
     times = torch.zeros(2, len(calls), iterations, dtype=torch.float64)
     for turn in range(-warmup, iterations):
         shuffled.shuffle(order)
-        for at in order:
-            taken = clock.time(calls[at], turn % num_inputs)
+        for at, call in order:
+            taken = clock.time(call, turn % num_inputs)
             if turn >= 0:
                 times[:, at, turn] = torch.tensor(taken, dtype=torch.float64)
     walls, on_device = slowest_rank(times, device).unbind(0)
     return [
-        Series(wall.tolist(), taken.tolist() if clock.cuda else None)
-        for wall, taken in zip(walls, on_device, strict=True)
+        None if call is None else Series(wall.tolist(), taken.tolist() if clock.cuda else None)
+        for call, wall, taken in zip(calls, walls, on_device, strict=True)
     ]
 
 
