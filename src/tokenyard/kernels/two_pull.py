@@ -256,7 +256,7 @@ def two_pull_kernel(
     regions, state, plan, buffers, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
 ):
     """See the module. ``k`` is a ``CombineConfig``, ``buffers`` the table of in-place buffers;
-    :func:`bind_two_pull` and :func:`pull_rows` launch it."""
+    :func:`bind_two_pull` makes the launch."""
     P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -316,11 +316,3 @@ def bind_two_pull(
         two_pull_kernel, config, workspace.grid.num_nodes + 1, workspace, row_layout, dtype, bias,
         tiles=tiles, stages=stages,
     )  # fmt: skip
-
-
-def pull_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, sums: Sums, tag: int,
-    num_tokens: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_two_pull` made. Of ``sums`` it takes the terms, and where rows go."""
-    launch(workspace.peers, workspace.state_at, plan, buffers, *sums[:3], tag, num_tokens)
