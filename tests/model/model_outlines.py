@@ -44,7 +44,7 @@ VERBS = (
     "_copy_slots",
     "_end_turn",
     "_pack_chunk",
-    "_put_chunk",
+    "put_chunk",
     "_push_rows",
     "_add_rows",
     "_add_weights",

@@ -29,7 +29,7 @@ if left > 0
   else
     if seen >= want
       _pack_chunk(routing)
-      _put_chunk(peers)
+      put_chunk(peers)
       tl.store(turn.done)
       if left == 0
         tl.store(net_sent_to(state, node, c, k))
@@ -41,7 +41,7 @@ if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
   for range(0, n, TOGETHER)
     pack_metadata(payload)
 """,  # model_twolevel.send_far
-    ("two_far", "_put_chunk"): """
+    ("two_far", "put_chunk"): """
 if grid.mapped
   defer_signal(tail)
 else
@@ -325,10 +325,7 @@ if left > 0
   else
     if (room >= want) & ready & (turn.step == ON_TIME)
       _sum_chunk(peers)
-      if k.grid.mapped
-        defer_signal(peer_base(peers.regions, owner) + tail)
-      else
-        put(peers.regions)
+      put_chunk(peers)
       tl.store(turn.done)
       if left == 0
         tl.store(net_sent_to(state, node, c, k))

@@ -7,7 +7,7 @@ import torch
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
-from tokenyard.kernels.call_barrier import launch_call_barrier
+from tokenyard.kernels.stand_in import launch_call
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.aside import wait_for
 from tokenyard.memory.symmetric import Region
@@ -47,7 +47,7 @@ class GrowingRegion:
         """Pass the call barrier. A rank in another call passes it too, but never allocates."""
         launch = bind_two_call_barrier(self._workspace)
         self._memory.gate()
-        launch_call_barrier(launch, self._workspace, tag)
+        launch_call(launch, self._workspace, (), tag)
         self._monitor.meets()
         self._memory.settle()
         if self._memory.device.type == "cuda" and self._memory.shared_gpu:

@@ -18,12 +18,12 @@ from tokenyard.engines.signatures import Launch, Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.handle import Arrived, Plan
-from tokenyard.kernels.combine import Sums
-from tokenyard.kernels.direct import bind_unpack, unpack_in_place, write_in_place
+from tokenyard.kernels.direct import bind_unpack
+from tokenyard.kernels.stand_in import launch_call
 from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result
 from tokenyard.kernels.two_direct import bind_two_direct
-from tokenyard.kernels.two_pull import bind_two_pull, pull_rows
+from tokenyard.kernels.two_pull import bind_two_pull
 from tokenyard.memory.symmetric import Region, storage_over
 from tokenyard.rows import Payload, overlap, padded
 
@@ -70,19 +70,8 @@ def launch_in_place(
     launch = signature.bound(("rows", heap), lambda: bind_two_direct(
         workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
     ))  # fmt: skip
-    write_in_place(
-        launch,
-        workspace,
-        plan=plan,
-        buffers=target.buffers,
-        payload=payload,
-        tag=tag,
-        num_tokens=num_tokens,
-        scales_at=target.scales_at,
-        metadata_at=target.metadata_at,
-        heap_bytes=target.heap_bytes,
-        awaited=target.awaited,
-    )
+    data, where = (plan, target.buffers, payload), target[2:]  # scales_at and what follows
+    launch_call(launch, workspace, data, tag, num_tokens, *where, workspace.config.num_experts)
 
 
 def launch_unpack(
@@ -94,14 +83,10 @@ def launch_unpack(
         workspace, config.num_topk, signature.row_layout.meta_words, weighted=signature.weighted,
         static=not signature.spec.exact, heap=heap,
     ))  # fmt: skip
-    unpack_in_place(
-        launch,
-        workspace,
-        plan=plan,
-        metadata=target.rows + target.metadata_at,
-        result=result,
-        num_experts=config.num_experts,
-    )
+    launch(
+        workspace.state_at, plan, target.rows + target.metadata_at, result.expert_ids,
+        result.weights, result.source, result.slots, result.arrivals, config.num_experts,
+    )  # fmt: skip
 
 
 def _forbid(storages: list[Any], why: str) -> None:
@@ -201,15 +186,9 @@ class InPlaceBuffers:
             there = buffer.local[: rows.numel() * rows.itemsize].view(rows.dtype)
             there.view(rows.shape).copy_(rows)
         self._memory.gate()
-        pull_rows(
-            launch,
-            workspace,
-            plan=plan.route.data_ptr(),
-            buffers=buffer.addresses.data_ptr(),
-            sums=Sums(*addresses(tuple(terms)), total.data_ptr(), 0),
-            tag=tag,
-            num_tokens=tokens,
-        )
+        sums = *addresses(tuple(terms)), total.data_ptr()
+        data = plan.route.data_ptr(), buffer.addresses.data_ptr(), *sums
+        launch_call(launch, workspace, data, tag, tokens)
         self._memory.settle()
         if out is not None and total is not out:
             total = out.copy_(total)

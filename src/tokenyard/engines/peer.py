@@ -27,9 +27,8 @@ from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint
 from tokenyard.kernels import region, two_region
-from tokenyard.kernels.call_barrier import launch_call_barrier
 from tokenyard.kernels.plan import Picks, bind_plan, make_plan
-from tokenyard.kernels.stand_in import bind_stand_ins
+from tokenyard.kernels.stand_in import bind_stand_ins, launch_call
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload, address
@@ -130,7 +129,7 @@ class PeerEngine(Engine):
         if op != DISPATCH:
             launch = bind_two_call_barrier(self._workspace)
             self._memory.gate()
-            launch_call_barrier(launch, self._workspace, REFUSED)
+            launch_call(launch, self._workspace, (), REFUSED)
             self._memory.settle()
             return True
         nothing = torch.empty(0, self.config.hidden, dtype=torch.bfloat16, device="cpu")

@@ -22,7 +22,8 @@ from tokenyard.engines.signatures import Signature
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums
-from tokenyard.kernels.push import bind_push, chunks_of, push_rows
+from tokenyard.kernels.push import bind_push, chunks_of
+from tokenyard.kernels.stand_in import launch_call
 from tokenyard.memory.symmetric import Region
 
 
@@ -105,16 +106,9 @@ class ReceiveBuffer:
             picks, how.dtypes, by_expert=how.placed, weighted=how.weighted, weights_at=weights_at,
         ))  # fmt: skip
         workspace.memory.gate()
-        push_rows(
-            launch,
-            workspace,
-            plan=known.route_at,
-            receive_buffers=self._growing.regions[-1].addresses.data_ptr(),
-            parts=parts,
-            sums=sums,
-            tag=tag,
-            num_tokens=known.num_tokens,
-        )
+        receive_buffers = self._growing.regions[-1].addresses.data_ptr()
+        data = known.route_at, receive_buffers, parts, sums
+        launch_call(launch, workspace, data, tag, known.num_tokens)
         workspace.memory.settle()
 
     def _most_rows(self, row_layout: RowLayout, picks: int) -> int:

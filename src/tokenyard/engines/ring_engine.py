@@ -33,9 +33,10 @@ from tokenyard.engines.status import pack_routing
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
-from tokenyard.kernels.combine import Partials, Sums, combine_rows
-from tokenyard.kernels.dispatch import bind_cast, dispatch_rows
+from tokenyard.kernels.combine import Partials, Sums
+from tokenyard.kernels.dispatch import bind_cast
 from tokenyard.kernels.names import span
+from tokenyard.kernels.stand_in import launch_call
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.rows import Payload, address
@@ -105,17 +106,9 @@ class RingEngine(PeerEngine):
                 if in_heap:  # behind all that may fail on this rank alone
                     self._heap.rewrite(block, payload, known, signature, tag, num_rows)
                 self._memory.gate()
-                dispatch_rows(
-                    launch,
-                    self._workspace,
-                    plan=known.route_at,
-                    payload=sent_of(payload),
-                    result=result_of(out, plan),
-                    tag=tag,
-                    num_tokens=known.num_tokens,
-                    num_experts=self.config.num_experts,
-                    num_rows=num_rows,
-                )
+                data = known.route_at, sent_of(payload), result_of(out, plan)
+                numbers = known.num_tokens, self.config.num_experts, num_rows, 0  # not forced
+                launch_call(launch, self._workspace, data, tag, *numbers)
                 self._memory.settle()
             signature.count(known.counts[: 2 * size])
             return out
@@ -171,15 +164,8 @@ class RingEngine(PeerEngine):
             by_expert=how.placed, weighted=how.weighted,
         ))  # fmt: skip
         self._memory.gate()
-        combine_rows(
-            launch,
-            self._workspace,
-            plan=known.route_at,
-            parts=parts,
-            sums=sums,
-            tag=tag,
-            num_tokens=known.num_tokens,
-        )
+        data = known.route_at, parts, sums
+        launch_call(launch, self._workspace, data, tag, known.num_tokens)
         self._memory.settle()
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -278,18 +264,10 @@ class RingEngine(PeerEngine):
             fresh=True, weighted=signature.weighted, static=not spec.exact,
         ))  # fmt: skip
         self._memory.gate()
-        dispatch_rows(
-            launch,
-            self._workspace,
-            plan=counted.route.data_ptr(),
-            payload=sent_of(payload, counted.meta_at),
-            result=result_of(out, plan, arrived),
-            tag=signature.tag,
-            num_tokens=counted.tokens,
-            num_experts=config.num_experts,
-            num_rows=num_rows,
-            forced=forced,
-        )
+        sent = sent_of(payload, counted.meta_at)
+        data = counted.route.data_ptr(), sent, result_of(out, plan, arrived)
+        numbers = counted.tokens, config.num_experts, num_rows, int(forced)
+        launch_call(launch, self._workspace, data, signature.tag, *numbers)
         return out, plan, arrived
 
     def _result(

@@ -13,14 +13,12 @@ It also names a silent peer from which no row was to come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, lacking, note_call, wait_for_all, words,
 )  # fmt: skip
@@ -88,12 +86,3 @@ def count_call(state):
     calls = tl.load(words(state) + EPOCH)
     tl.debug_barrier()
     tl.store(words(state) + EPOCH, calls + 1)
-
-
-# The host's side
-
-
-def launch_call_barrier(launch: Callable[..., None], workspace: Any, tag: int) -> None:
-    """Launch what ``bind_two_call_barrier`` made."""
-    stand_in(workspace, tag)
-    launch(workspace.peers, workspace.state_at, tag)

@@ -5,7 +5,6 @@ places. ``kernels/two_combine.py`` has the kernel through rings, and who may rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import triton
@@ -13,7 +12,6 @@ import triton.language as tl
 
 from tokenyard.kernels.payload import add_term
 from tokenyard.kernels.place import floats
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Grid, NetworkRing, RingLayout, RowConstants
 from tokenyard.kernels.sync import words
 from tokenyard.kernels.triton_types import kernel_type
@@ -200,12 +198,3 @@ def rounds_of(
     loaded for one. ``shared``: bytes for rounds on their way."""
     block = min(whole, 512 // item_bytes * config.num_warps // rows)
     return block, config.stages_for(rows * block * channel_bytes, shared)
-
-
-def combine_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, parts: Partials, sums: Sums,
-    tag: int, num_tokens: int,
-) -> None:  # fmt: skip
-    """Launch what ``bind_two_combine`` made."""
-    stand_in(workspace, tag)
-    launch(workspace.peers, workspace.state_at, plan, parts, sums, tag, num_tokens)

@@ -18,9 +18,8 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast, load_groups, of_each, store_cast
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import first_in, go_of, in_bound
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
-    Batch, Cast, Grid, NetworkRing, Payload, Result, Routing, RowConstants, Strides,
+    Batch, Cast, Grid, NetworkRing, Result, Routing, RowConstants, Strides,
 )  # fmt: skip
 from tokenyard.kernels.sync import RANK, given_up, words
 
@@ -201,18 +200,6 @@ MOST_PICKS = 256
 """Picks that a program unpacks at once."""
 
 
-def write_in_place(
-    launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, payload: Payload,
-    tag: int, num_tokens: int, scales_at: int, metadata_at: int, heap_bytes: int, awaited: int,
-) -> None:  # fmt: skip
-    """Launch what ``bind_two_direct`` made. Arguments are those of its kernel."""
-    stand_in(workspace, tag)
-    launch(
-        workspace.peers, workspace.state_at, plan, buffers, payload, tag, num_tokens, scales_at,
-        metadata_at, heap_bytes, awaited,
-    )  # fmt: skip
-
-
 def bind_unpack(
     workspace: Any, num_topk: int, metadata_words: int, *, weighted: bool, static: bool, heap: bool
 ) -> Callable[..., None]:
@@ -224,15 +211,3 @@ def bind_unpack(
         metadata_words=metadata_words, rows=max(1, MOST_PICKS // placing.topk_bins), heap=heap,
     )  # fmt: skip
     return workspace.memory.bind(unpack_kernel, ranks * channels, num_warps=4, k=k)
-
-
-def unpack_in_place(
-    launch: Callable[..., None], workspace: Any, *, plan: int, metadata: int, result: Result,
-    num_experts: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_unpack` made. Of ``result`` it fills ids, weights, source, slots and
-    arrivals."""
-    launch(
-        workspace.state_at, plan, metadata, result.expert_ids, result.weights, result.source,
-        result.slots, result.arrivals, num_experts,
-    )  # fmt: skip

@@ -16,9 +16,8 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import block_of, first_in, order_of
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import (
-    Batch, Cast, Grid, NetworkRing, Payload, Result, RingLayout, RowConstants, Rows, Strides,
+    Batch, Cast, Grid, NetworkRing, Payload, RingLayout, RowConstants, Rows, Strides,
     row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
@@ -262,16 +261,4 @@ def config_of(
         ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots)),
         cast=cast_of(row_layout, mode, dtype), placing=placing,
         rows_sent=sent, rows_received=received, block=block, **more,
-    )  # fmt: skip
-
-
-def dispatch_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, payload: Payload, result: Result,
-    tag: int, num_tokens: int, num_experts: int, num_rows: int, forced: bool = False,
-) -> None:  # fmt: skip
-    """Launch what ``bind_two_dispatch`` made. Structs hold addresses."""
-    stand_in(workspace, tag)
-    launch(
-        workspace.peers, workspace.state_at, plan, payload, result, tag, num_tokens, num_experts,
-        num_rows, int(forced),
     )  # fmt: skip

@@ -52,7 +52,6 @@ from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
 )  # fmt: skip
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Peers, RowConstants, row_constants
 from tokenyard.kernels.sync import (
     ON_RECEIVE_BUFFER, RANK, given_up, lacking, raise_release, wait_for_all, words
@@ -316,7 +315,7 @@ def push_kernel(
     regions, state, plan, receive_buffers, parts: Partials, sums: Sums, tag, num_tokens,
     k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`PushConfig`; :func:`push_rows` launches it.
+    """See the module. ``k`` is a :class:`PushConfig`; :func:`bind_push` makes the launch.
 
     ``receive_buffers``: the table of receive buffers.
     """
@@ -383,12 +382,3 @@ def bind_push(
         weights_at=weights_at if picks else 0,
     )  # fmt: skip
     return workspace.bind(push_kernel, grid, gather, k)
-
-
-def push_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, receive_buffers: int,
-    parts: Partials, sums: Sums, tag: int, num_tokens: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_push` made."""
-    stand_in(workspace, tag)
-    launch(workspace.peers, workspace.state_at, plan, receive_buffers, parts, sums, tag, num_tokens)

@@ -133,3 +133,12 @@ def stand_in(workspace: Any, tag: int, *, plan: bool = False) -> None:
             workspace.peers, workspace.state_at, workspace.absent.data_ptr(),
             workspace.header_in_at, tag,
         )  # fmt: skip
+
+
+def launch_call(
+    launch: Callable[..., None], workspace: Any, data: tuple[Any, ...], tag: int, *numbers: int
+) -> None:
+    """Launch a data kernel, behind the stand-ins: ``data``, its arguments between the state and the
+    tag of its call (addresses, structs of them), and ``numbers``, those behind."""
+    stand_in(workspace, tag)
+    launch(workspace.peers, workspace.state_at, *data, tag, *numbers)

@@ -338,7 +338,7 @@ def bind_two_combine(
     bias: tuple[Any, ...], *, by_expert: bool, weighted: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Arguments: as
-    in ``CombineConfig``, with torch dtypes. ``combine_rows`` launches it."""
+    in ``CombineConfig``, with torch dtypes."""
     send, reduce = workspace.tuning.send, workspace.tuning.reduce
     slots = workspace.slots(row_layout)
     chunk = send.chunk_of(slots)

@@ -347,5 +347,4 @@ def bind_two_direct(
         rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
         heap=heap and fresh, told=heap and not fresh,
     )  # fmt: skip
-    launch = workspace.bind(two_direct_kernel, programs, config, k)
-    return lambda *args: launch(*args, workspace.config.num_experts)
+    return workspace.bind(two_direct_kernel, programs, config, k)

@@ -35,7 +35,7 @@ def _pack_chunk(routing, payload, order, ring, first, lo, i, n, k: tl.constexpr)
 
 
 @triton.jit
-def _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.constexpr):
+def put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.constexpr):
     """Put ``n`` rows to rank ``to`` of ``node``, with their number: from slot ``first`` of the ring
     at byte ``here`` to that of the ring at byte ``there``. Mapped memory holds them already."""
     grid: tl.constexpr = k.grid
@@ -86,7 +86,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
             order = order_of(routing.plan, k.ranks + node, routing.num_tokens, k)
             first = i % net.slots  # chunks begin at multiples of net.chunk, and so the ring ends
             _pack_chunk(routing, payload, order, ring, first, lo, i, n, k)
-            _put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k)
+            put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))
             if left == 0:

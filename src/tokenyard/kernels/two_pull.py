@@ -39,17 +39,16 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_combine import bind_sums, token_bytes
 from tokenyard.kernels.two_combine_reduce import return_network_credits, share_of
+from tokenyard.kernels.two_far import put_chunk
 from tokenyard.kernels.two_headers import all_are_here, announce_call_to_all
 from tokenyard.kernels.two_in_place import end_in_place
-from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
     ON_BOTH, ON_NET_ROOM, deferred_of, deferred_words, done_in, first_forwarded, moved_of,
-    net_bytes, net_head, net_sent_to, net_tail, net_taken_from, other, ring_at, staging_at,
-    table_of, table_rows,
+    net_head, net_sent_to, net_tail, net_taken_from, other, ring_at, staging_at, table_of,
+    table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME, OVER, begin_tasks, dealt, defer_signal, next_step, place_in_round, reports,
-    tasks_of_worker,
+    ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, reports, tasks_of_worker,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
     Tokens, add_nodes, elements_before, in_network_ring, in_place_sum,
@@ -118,16 +117,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
             give_up(state, TIMED_OUT, ON_NET_ROOM, node, c, want, room)
         elif (room >= want) & ready & (turn.step == ON_TIME):
             there, here = _sum_chunk(peers, routing, starts, link, b, n, c, k)
-            at, num = (i0 % net.slots).to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
-            num_bytes = num * k.row.slot_bytes
-            account = net_bytes(state, node, k)
-            tail = net_tail(home, c, k)
-            if k.grid.mapped:
-                tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
-                defer_signal(state, turn, 0, peer_base(peers.regions, owner) + tail, num, None, k)
-            else:
-                there, here = there + at, here + at
-                put(peers.regions, account, mine, owner, there, here, num_bytes, tail, num, 2, True)
+            put_chunk(peers, node, home, mine, owner, there, here, i0 % net.slots, n, turn, k)
             left -= n
             tl.store(turn.done, (i0 + n).to(tl.int64))
             if left == 0:
@@ -256,7 +246,7 @@ def two_pull_kernel(
     regions, state, plan, buffers, bias0, bias1, out, tag, num_tokens, num_experts, k: tl.constexpr
 ):
     """See the module. ``k`` is a ``CombineConfig``, ``buffers`` the table of in-place buffers;
-    :func:`bind_two_pull` and :func:`pull_rows` launch it."""
+    :func:`bind_two_pull` makes the launch."""
     P: tl.constexpr = k.grid.ranks_per_node
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
@@ -316,11 +306,3 @@ def bind_two_pull(
         two_pull_kernel, config, workspace.grid.num_nodes + 1, workspace, row_layout, dtype, bias,
         tiles=tiles, stages=stages,
     )  # fmt: skip
-
-
-def pull_rows(
-    launch: Callable[..., None], workspace: Any, *, plan: int, buffers: int, sums: Sums, tag: int,
-    num_tokens: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_two_pull` made. Of ``sums`` it takes the terms, and where rows go."""
-    launch(workspace.peers, workspace.state_at, plan, buffers, *sums[:3], tag, num_tokens)
