@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import check_combined, check_received
-from drawn_programs import PADDED, Back, Cached, Fresh, Program, draw
+from drawn_programs import PADDED, Back, Cached, Fresh, Program, Sizes, draw
 from tokenyard import reference
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.testing import assert_same_bits, poisoned
@@ -275,10 +276,30 @@ def run(program: Program, seed: int) -> None:
         mine.ep.close()
 
     sizes = program.sizes
-    puts = "1" if sizes.per_node and sizes.low else ""
     options = {"max_steps": MOST_STEPS, "timeouts": bool(sizes.gone)}
-    with poisoned(), mock.patch.dict(os.environ, {PUTS_VARIABLE: puts}):
+    with poisoned(), nodes_reached(sizes, seed):
         simulate(sizes.ranks, body, seed=seed, **options)
+
+
+@contextmanager
+def nodes_reached(sizes: Sizes, seed: int) -> Iterator[None]:
+    """Inside, ranks of other nodes are reached through the simulated network or, by seed, through
+    pointers, or (twolevel) by both."""
+    network, open_memory = (
+        sizes.per_node and not sizes.gone and seed % 2 == 0,
+        SimulatedGroup.open_memory,
+    )
+
+    def opened(group: SimulatedGroup, *given: Any, **more: Any) -> Any:
+        memory = open_memory(group, *given, **more)
+        memory.ranks_per_node = sizes.per_node if network else 0
+        memory.maps_all = not sizes.low and seed % 4 == 2
+        return memory
+
+    puts = {PUTS_VARIABLE: "1" if sizes.per_node and sizes.low and not network else ""}
+    there = mock.patch.object(SimulatedGroup, "open_memory", opened)
+    with there, mock.patch.dict(os.environ, puts):
+        yield
 
 
 def check_seed(engine: str, ranks: int, per_node: int, seed: int, lose: bool = False) -> None:
