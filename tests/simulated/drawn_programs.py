@@ -75,7 +75,8 @@ class Sizes:
 @dataclass(frozen=True, eq=False)
 class Fresh(Case):
     """A dispatch: ``tokens`` and ``routings`` by rank. ``scales``: one of :data:`FORMATS`, of rows
-    that the caller has cast."""
+    that the caller has cast. ``refuser``: a rank that has a bad argument, "x" or "ids"; -1: none
+    has."""
 
     sizes: Sizes | None = None
     tokens: tuple[int, ...] = ()
@@ -85,6 +86,8 @@ class Fresh(Case):
     weights_dtype: torch.dtype = torch.float32
     in_place: bool = False
     grad: bool = False
+    refuser: int = -1
+    bad: str = ""
 
     @cached_property
     def asked(self) -> list[tuple[Tensor, Tensor]]:
@@ -101,7 +104,10 @@ class Fresh(Case):
         """Those that go somewhere."""
         assert self.sizes is not None
         table = torch.tensor([*self.sizes.table, -1])
-        return [(table[idx], weights) for idx, weights in self.asked]
+        picks = [(table[idx], weights) for idx, weights in self.asked]
+        if self.bad == "ids":
+            picks[self.refuser][0][0, 0] = -1
+        return picks
 
     @cached_property
     def x(self) -> list[Tensor | ty.Quantized]:  # pyright: ignore
@@ -254,8 +260,11 @@ def draw(engine: str, ranks: int, per_node: int, seed: int, lose: bool = False) 
 
 
 def _step(sizes: Sizes, before: list[Step], random: Random, seed: int) -> Step:
-    fresh = [(at, each) for at, each in enumerate(before) if isinstance(each, Fresh)]
+    calls = [(at, each) for at, each in enumerate(before) if isinstance(each, Fresh)]
+    fresh = [(at, each) for at, each in calls if each.refuser < 0]
     kind = random.choice(("fresh", "fresh", "cached", "back", "back", "back"))
+    if random.random() < 0.12 and not sizes.once:  # else a rail may be missing
+        return _refused(sizes, random, seed)
     if not fresh or kind == "fresh":
         like = fresh[-1][1] if fresh and random.random() < 0.4 else None
         return _fresh(sizes, random, seed, like)
@@ -297,6 +306,18 @@ def _fresh(sizes: Sizes, random: Random, seed: int, like: Fresh | None) -> Fresh
     in_place = _in_place(made, random)
     grad = made.quantize is None and made.scales is None and not sizes.low and not in_place
     return replace(made, in_place=in_place, grad=grad and random.random() < 0.3)
+
+
+def _refused(sizes: Sizes, random: Random, seed: int) -> Fresh:
+    """A dispatch of which one rank has a bad argument, and which all outlive."""
+    case = _fresh(sizes, random, seed, None)
+    rank = random.choice([rank for rank in range(sizes.ranks) if rank not in sizes.gone])
+    bad = random.choice(("x", "ids")) if case.tokens[rank] else "x"
+    tokens = list(case.tokens)
+    if sizes.low and bad == "x":  # the others go on without it
+        tokens[rank] = 0
+    exact, most = not sizes.low, {"tokens": tuple(tokens), "refuser": rank, "bad": bad}
+    return replace(case, exact=exact, capacity=None, in_place=False, grad=False, **most)
 
 
 def _rows(random: Random, seed: int) -> dict[str, Any]:

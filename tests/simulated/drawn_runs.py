@@ -109,7 +109,9 @@ class Run:
         each = self.program.steps[number]
         while each.in_place and self.pending:  # may be of rows that end now
             self.pending.pop()()
-        if isinstance(each, Fresh):
+        if isinstance(each, Fresh) and each.refuser >= 0:
+            self.refused(each)
+        elif isinstance(each, Fresh):
             self.fresh(number, each)
         elif isinstance(each, Cached):
             self.cached(each)
@@ -158,6 +160,55 @@ class Run:
             self.kept.append(check)
         if case.grad:
             self.backward_of_dispatch(recv, case, x)
+
+    def refused(self, case: Fresh) -> None:
+        """All learn of an exact call. Engine low_latency goes on without the rank's tokens, or
+        without the pick."""
+        idx, weights = case.asked[self.rank]
+        x, given, mine, low = (
+            case.x[self.rank],
+            case.options,
+            case.refuser == self.rank,
+            self.sizes.low,
+        )
+        weights = weights if case.weighted else None
+        if mine and case.bad == "x":
+            wrong = torch.ones(len(idx), case.hidden + 1)
+            with pytest.raises(ValueError, match="channels"):
+                self.ep.dispatch(wrong, idx, weights, **given, **self.how())
+            return
+        if mine:
+            idx = idx.clone()
+            idx[0, 0] = case.num_experts + 3
+        how = self.how()
+        if low:
+            recv = self.ep.dispatch(x, idx, weights, **given, **how)
+            self.done(how, lambda: check_received(recv, case, self.rank))
+            if mine:
+                with pytest.raises(ValueError, match=r"topk_idx\[0, 0\] is"):
+                    self.ep.check()
+            return
+
+        def call(asked: dict[str, Any]) -> ty.Received:
+            recv = self.ep.dispatch(x, idx, weights, **given, **asked)
+            if not asked.keys() & {"async_op", "return_hook"}:
+                recv.wait()
+            return recv
+
+        kind, says = (
+            (ValueError, r"topk_idx\[0, 0\] is") if mine else (ty.PeerError, "refused its side")
+        )
+        if how.keys() & {"async_op", "return_hook"}:
+            later = call(how)
+
+            def check() -> None:
+                with pytest.raises(kind, match=says):
+                    later.wait()
+
+            self.done(how, check)
+        else:
+            with pytest.raises(kind, match=says):
+                call(how)
 
     def options(self, case: Fresh, loads: Tensor) -> ty.CallOptions:
         words = (case.quantize or ty.Quantize.MXFP8) is not ty.Quantize.MXFP8
