@@ -338,7 +338,7 @@ def _back(at: int, case: Fresh, random: Random, seed: int) -> Back:
     ways = ["", "reduced"] if case.layout is FLAT else ways
     in_place = _in_place(case, random)
     weighting = "" if in_place else random.choice(ways)
-    grad = not case.can_be_in_place and not weighting and random.random() < 0.4
+    grad = not in_place and weighting in ("", "owner") and random.random() < 0.4
     assert case.sizes is not None
     return Back(
         of=at,

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import tokenyard as ty
 from cases import check_combined, check_received
+from drawn_gradients import backward_of_combine, backward_of_dispatch, placed
 from drawn_programs import PADDED, Back, Cached, Fresh, Program, Sizes, draw
-from tokenyard import reference
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
-from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing import poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, simulate
 
 MOST_STEPS = 4_000_000
@@ -49,15 +49,6 @@ def strided(tensor: Any, random: Random) -> Any:
     else:
         made = torch.empty(rows * columns + 1, dtype=tensor.dtype)[1:].view(rows, columns)
     return made.copy_(tensor)
-
-
-def placed(rows: Tensor, recv: ty.Received, case: Fresh, rank: int) -> Tensor:
-    """``rows`` of the oracle in the shape of a result; NaN where it has none."""
-    out = torch.full((*recv.x.shape[:-1], rows.shape[-1]), float("nan"), dtype=rows.dtype)
-    valid = case.expected[rank].source >= 0
-    there = out if case.layout is PADDED else out[: len(valid)]
-    there[valid] = rows[valid]
-    return out
 
 
 class Run:
@@ -145,6 +136,7 @@ class Run:
         loads = torch.full(case.expected[self.rank].tokens_per_expert.shape, 3)
         if case.grad:
             x = x.clone().requires_grad_()
+            weights = None if weights is None else weights.clone().requires_grad_()
         if self.sizes.low and self.random.random() < 0.5:
             wanted["options"] = self.options(case, loads)
         recv = self.results[number] = self.ep.dispatch(x, idx, weights, **wanted, **how)
@@ -159,7 +151,7 @@ class Run:
         if not case.in_place:
             self.kept.append(check)
         if case.grad:
-            self.backward_of_dispatch(recv, case, x)
+            backward_of_dispatch(recv, case, self.rank, x, weights)
 
     def refused(self, case: Fresh) -> None:
         """All learn of an exact call. Engine low_latency goes on without the rank's tokens, or
@@ -233,17 +225,6 @@ class Run:
         if not case.in_place:
             self.kept.append(check)
 
-    def backward_of_dispatch(self, recv: ty.Received, case: Fresh, x: Tensor) -> None:
-        """An unweighted combine."""
-        gradients = [
-            torch.randn(each.x.shape, generator=torch.Generator().manual_seed(rank)).to(case.dtype)
-            for rank, each in enumerate(case.expected)
-        ]
-        recv.x.backward(placed(gradients[self.rank], recv, case, self.rank))
-        want = case.combined(self.rank, gradients, ranks_per_node=self.sizes.tree).x
-        assert x.grad is not None
-        check_combined(x.grad, case, self.rank, want, "gradient of x")
-
     # Combine
 
     def back(self, each: Back) -> None:
@@ -277,13 +258,16 @@ class Run:
         self.done(how, check)
         self.kept.append(check)
         if each.grad:
-            self.backward_of_combine(got if isinstance(got, Tensor) else got.x, recv, each, rows)
+            y, weights = got if isinstance(got, Tensor) else got.x, given.get("topk_weights")
+            backward_of_combine(y, recv, each, self.rank, rows, weights)
 
     def arguments(self, each: Back, recv: ty.Received) -> dict[str, Any]:
         """Weights, bias and where sums go."""
         given: dict[str, Any] = {"weighted": each.weights is not None}
         if each.weighting == "owner":
             given["topk_weights"] = strided(each.owned[self.rank], self.random)
+            if each.grad:
+                given["topk_weights"] = given["topk_weights"].clone().requires_grad_()
         if each.weighting == "reduced":
             mine = placed(each.reduced[self.rank], recv, each.case, self.rank)
             given["reduce_weights"] = strided(mine, self.random)
@@ -294,24 +278,6 @@ class Run:
             shape = each.sums[self.rank].x.shape
             given["out"] = strided(torch.empty(shape, dtype=each.dtype), self.random)
         return given
-
-    def backward_of_combine(self, y: Tensor, recv: ty.Received, each: Back, rows: Tensor) -> None:
-        """A cached dispatch."""
-        case, rank = each.case, self.rank
-        gradients = [
-            torch.randn(len(idx), case.hidden, generator=each.random(r)).to(each.dtype)
-            for r, (idx, _) in enumerate(case.picks)
-        ]
-        y.backward(gradients[rank])
-        arranged = reference.dispatch(
-            gradients, [idx for idx, _ in case.picks], num_experts=case.num_experts,
-            layout=case.layout, expert_alignment=case.expert_alignment, capacity=case.capacity,
-            max_tokens_per_rank=case.num_tokens,
-        )  # fmt: skip
-        want, valid = arranged[rank].x, arranged[rank].source >= 0
-        assert rows.grad is not None and not rows.grad[recv.source < 0].any()
-        got = rows.grad if case.layout is PADDED else rows.grad[: len(valid)]
-        assert_same_bits(got[valid], want[valid], what="gradient of rows", rank=rank)
 
 
 def run(program: Program, seed: int) -> None:
