@@ -44,6 +44,9 @@ class Case:
     layout: ty.Layout = ty.Layout.FLAT
     exact: bool = True
     expert_alignment: int = 1
+    capacity: int | None = None
+    weighted: bool = True
+    """Whether weights ride along."""
     quantize: ty.Quantize | None = None
     seed: int = 0
     topology: ClassVar[tuple[int, int] | None] = None  # of every case, see on_grid
@@ -76,11 +79,12 @@ class Case:
         return reference.dispatch(
             self.x,
             [idx for idx, _ in self.picks],
-            [weights for _, weights in self.picks],
+            [weights.float() for _, weights in self.picks] if self.weighted else None,
             num_experts=self.num_experts,
             layout=self.layout,
             expert_alignment=self.expert_alignment,
             max_tokens_per_rank=self.num_tokens,
+            capacity=self.capacity,
             quantize=self.quantize,
         )
 
@@ -115,6 +119,7 @@ class Case:
             "layout": self.layout,
             "exact": self.exact,
             "expert_alignment": self.expert_alignment,
+            "capacity": self.capacity,
             "quantize": self.quantize,
         }
 
@@ -165,7 +170,7 @@ def dispatch(ranks: Ranks, ep: ty.ExpertParallel, case: Case, **more: object) ->
     return ep.dispatch(
         to(case.x[ranks.rank], ranks.device),
         idx.to(ranks.device),
-        weights.to(ranks.device),
+        weights.to(ranks.device) if case.weighted else None,
         **options,
     )
 
@@ -181,6 +186,7 @@ def check_received(recv: ty.Received, case: Case, rank: int) -> None:
     if case.layout is ty.Layout.EXPERT_PADDED:
         for name in ("x", "scales", "source", "row_weights"):
             got, right = getattr(recv, name), getattr(want, name)
+            assert (got is None) == (right is None), name
             if right is not None:
                 assert got.shape == right.shape
                 check(f"{name} (valid rows)", got.cpu()[valid], right[valid], want.source[valid])
@@ -191,11 +197,15 @@ def check_received(recv: ty.Received, case: Case, rank: int) -> None:
             if right is None:
                 assert got is None, name
             else:
-                check(name, got[:num], right, want.source)
+                ids = name == "topk_idx"
+                assert not ids or got.dtype == recv.handle.index_dtype
+                check(name, got[:num].long() if ids else got[:num], right, want.source)
         check_tail(recv, case, num)
     check("tokens_per_expert", recv.tokens_per_expert, want.tokens_per_expert)
     if case.layout is ty.Layout.EXPERT_MAJOR:
         check("expert_offsets", recv.expert_offsets, want.expert_offsets)
+    assert (recv.overflow is None) == (case.capacity is None)
+    assert recv.overflow is None or recv.overflow.tolist() == [want.overflow]
     if case.exact:
         assert recv.tokens_per_expert_list == want.tokens_per_expert.tolist()
     check_matrix(recv, case)
@@ -221,10 +231,11 @@ def check_tail(recv: ty.Received, case: Case, num: int) -> None:
     room = case.world_size * case.num_tokens
     if case.layout is ty.Layout.EXPERT_MAJOR:
         room = room * min(case.num_topk, local) + local * (case.expert_alignment - 1)
-        assert not recv.row_weights[num:].any()
+        room = room if case.capacity is None else case.capacity
     else:
         assert (recv.topk_idx[num:] == -1).all()
-        assert not recv.topk_weights[num:].any()
+    weights = recv.row_weights if recv.topk_weights is None else recv.topk_weights
+    assert weights is None or not weights[num:].any()
     assert recv.x.shape[0] == room
     assert (recv.source[num:] == -1).all()
 

@@ -12,6 +12,7 @@ import torch
 
 import tokenyard as ty
 from cases import PLAIN, QUANTIZED, Case
+from nvlink_cases import with_options
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning
 from tokenyard.testing import ROUTINGS
@@ -29,7 +30,6 @@ class Round:
     case: Case
     ways: tuple[str, ...]
     in_two: bool = False
-    weighted: bool = True
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _round(scenario: Scenario, random: Random, seed: int) -> Round:
         seed=seed,
     )
     ways = tuple(random.sample(WAYS, random.choice((1, 1, 2))))
-    return Round(case, ways, random.random() < 0.3)
+    return Round(with_options(case, seed, ways), ways, random.random() < 0.3)
 
 
 def _payload(random: Random) -> tuple[torch.dtype, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import tokenyard as ty
-from cases import Case
-from low_latency_cases import PADDED, Scenario
+from cases import PLAIN, Case
+from low_latency_cases import MAJOR, PADDED, Scenario
 from low_latency_mutations import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached
 from tokenyard import reference
@@ -25,19 +25,21 @@ from tokenyard.engines.base import CombineArguments
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
-from tokenyard.testing import assert_same_bits, poisoned
+from tokenyard.testing import ROUTINGS, assert_same_bits, poisoned
 from tokenyard.testing.simulator import RanksFailed, SimulatedRank, simulate
 
 TIMEOUT = 5.0
 WAYS = ("plain", "weighted", "weighted by the owner")
 CALLS = 4
 """Dispatches of a life, a combine behind each."""
+WIDE = 1000
+"""From this seed on lives differ more: in sizes, layouts, dtypes and casts."""
 
 
 def life(world_size: int, seed: int, per_node: int = 0, once: bool = False) -> Scenario:
     """What the object is made for; :func:`case_of` says what it does. ``per_node``, ``once``: see
     :class:`Scenario`."""
-    return Scenario(
+    narrow = Scenario(
         world_size=world_size,
         num_experts=2 * world_size + seed % 2,
         num_topk=3,
@@ -50,6 +52,19 @@ def life(world_size: int, seed: int, per_node: int = 0, once: bool = False) -> S
         once=once,
         put_bytes=(1, 32, 128)[seed % 3],
     )
+    random = Random(f"life of {seed}")
+    return narrow if seed < WIDE else replace(
+        narrow,
+        num_experts=random.choice((1, world_size - 1, world_size, world_size + 1, 2 * world_size)),
+        num_topk=random.choice((1, 2, 3, 5)),
+        max_tokens=random.choice((1, 2, 3, 4)),
+        hidden=random.choice((1, 7, 8, 33, 40, 130)),
+        programs=world_size + random.choice((0, 0, 1, 3)),
+        words=random.choice((8, 64)),
+        pieces=random.choice((1, 2)),
+        shares=random.choice((1, 2, 4, 8)),
+        put_bytes=random.choice((1, 32, 128, 400)),
+    )  # fmt: skip
 
 
 def coming(
@@ -68,7 +83,8 @@ def coming(
 
 
 def case_of(scenario: Scenario, seed: int, call: int) -> Case:
-    return Case(
+    """What the oracle says of it is by expert, padded; :func:`laid_out` is what is asked for."""
+    narrow = Case(
         scenario.world_size,
         num_tokens=scenario.max_tokens,
         num_topk=scenario.num_topk,
@@ -78,6 +94,27 @@ def case_of(scenario: Scenario, seed: int, call: int) -> Case:
         exact=False,
         seed=CALLS * seed + call,
     )
+    random = Random(f"call {call} of {seed}")
+    return narrow if seed < WIDE else replace(
+        narrow,
+        routing=random.choice(("uniform", *ROUTINGS)),
+        dtype=random.choice(PLAIN),
+        quantize=random.choice((None, None, None, *ty.Quantize)),
+    )  # fmt: skip
+
+
+def laid_out(case: Case) -> Case:
+    """Some of a wide life are packed."""
+    packed = case.seed >= CALLS * WIDE and case.seed % 3 == 0
+    return replace(case, layout=MAJOR) if packed else case
+
+
+def blocks(recv: ty.Received) -> list[tuple[int, int]]:
+    """Where rows of each expert begin and end."""
+    if recv.expert_offsets is not None:
+        return list(pairwise(recv.expert_offsets.tolist()))
+    experts, rows = recv.source.shape
+    return [(rows * expert, rows * (expert + 1)) for expert in range(experts)]
 
 
 @dataclass(frozen=True)
@@ -107,9 +144,10 @@ def check_rows(
     """All rows of ranks that were there all the time, none of ranks that were not, some of those
     that fell silent.
     """
-    want = case.expected[rank]
-    for expert in range(want.source.shape[0]):
-        got = [source for source in recv.source[expert].tolist() if source >= 0]
+    want, scales = case.expected[rank], None if recv.scales is None else recv.scales.flatten(0, -2)
+    sources, x, weights = recv.source.flatten(), recv.x.flatten(0, -2), recv.row_weights.flatten()
+    for expert, (first, end) in enumerate(blocks(recv)):
+        got = [source for source in sources[first:end].tolist() if source >= 0]
         full = [source for source in want.source[expert].tolist() if source >= 0]
         assert got == [source for source in full if source in got], "rows in order, none twice"
         for source in full:
@@ -119,14 +157,18 @@ def check_rows(
                 source,
             )
         for source in got:
-            here = int((recv.source[expert] == source).nonzero()[0, 0])
+            here = first + int((sources[first:end] == source).nonzero()[0, 0])
             there = row_of(case, rank, expert, source)
-            assert_same_bits(recv.x[expert, here], want.x[expert, there], what="x", rank=rank)
-            assert recv.row_weights[expert, here] == want.row_weights[expert, there]
-            begin, count = recv.source_ranges[expert, source >> 32].tolist()
-            assert begin <= here < begin + count
-        unknown = recv.source[expert] < 0
-        assert not recv.row_weights[expert][unknown].any()
+            assert_same_bits(x[here], want.x[expert, there], what="x", rank=rank)
+            assert weights[here] == want.row_weights[expert, there]
+            if scales is not None:
+                assert_same_bits(scales[here], want.scales[expert, there], what="scales", rank=rank)
+            if recv.source_ranges is not None:
+                begin, count = recv.source_ranges[expert, source >> 32].tolist()
+                assert begin <= here - first < begin + count
+    known = sum(int((sources[first:end] >= 0).sum()) for first, end in blocks(recv))
+    assert known == int((sources >= 0).sum()), "rows behind the last block"
+    assert not weights[sources < 0].any()
 
 
 def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
@@ -134,12 +176,12 @@ def rows_for(recv: ty.Received, case: Case, rank: int) -> Tensor:
     out = torch.full(
         (*recv.source.shape, case.hidden), float("nan"), dtype=case.expert_rows[rank].dtype
     )
-    for expert in range(recv.source.shape[0]):
-        for place, source in enumerate(recv.source[expert].tolist()):
-            if source >= 0:
-                out[expert, place] = case.expert_rows[rank][
-                    expert, row_of(case, rank, expert, source)
-                ]
+    rows, sources = out.view(-1, case.hidden), recv.source.flatten().tolist()
+    for expert, (first, end) in enumerate(blocks(recv)):
+        for place in range(first, end):
+            if sources[place] >= 0:
+                there = row_of(case, rank, expert, sources[place])
+                rows[place] = case.expert_rows[rank][expert, there]
     return out
 
 
@@ -249,7 +291,7 @@ def live(
             (call + seed) % 4 == 3,
         )
         before = mine.engine.active_ranks()
-        recv = mine.dispatch(case, in_two)
+        recv = mine.dispatch(laid_out(case), in_two)
         middle = seen_by(mine, dead)
         came = (coming(mine.rank, active, mine.tree) for active in (before, middle))
         check_rows(recv, case, mine.rank, *came)
@@ -359,7 +401,7 @@ def deaths_in_a_combine(
     told: list[tuple[bool, list[float]]] = []
 
     def body(mine: RankRun) -> None:
-        recv = mine.dispatch(case)
+        recv = mine.dispatch(laid_out(case))
         began.append(mine.ranks.sim.steps)
         before, lost = mine.engine.active_ranks(), torch.empty(recv.handle.num_tokens)
         got = sum_up(mine, recv, case, way, seed % 2 == 1, lost)
@@ -471,7 +513,7 @@ def late_and_back(
             mine.ranks.wait_until(lambda: False, 10 * TIMEOUT, "is late")
         case = case_of(scenario, seed, 1)
         for _ in range(2):
-            mine.dispatch(case)
+            mine.dispatch(laid_out(case))
         assert mine.rank == victim or not mine.engine.active_ranks()[victim]
         all_back(mine)
         live(mine, scenario, seed, range(2, 4))
@@ -494,10 +536,10 @@ def refusal(
             with mine.own:
                 assert mine.engine.refuse(CACHED if seed % 2 else DISPATCH, False, "x is wrong")
         else:
-            recv = mine.dispatch(case)
+            recv = mine.dispatch(laid_out(case))
             came = coming(mine.rank, there, mine.tree)
             check_rows(recv, case, mine.rank, came, came)
-        recv = mine.dispatch(case)
+        recv = mine.dispatch(laid_out(case))
         check_rows(recv, case, mine.rank, [True] * world_size, [True] * world_size)
         if mine.rank == refuser:
             with mine.own:

@@ -107,9 +107,7 @@ class RankRun:
         """All calls of a round, checked."""
         case = known(each.case)
         by_column = self.by_column(case)
-        recv = self.dispatch(
-            case, each.in_two, each.weighted, **({"scales_by_column": True} if by_column else {})
-        )
+        recv = self.dispatch(case, each.in_two, **({"scales_by_column": True} if by_column else {}))
         self.check(recv, case)
         if recv.scales is not None:
             scales = recv.scales.transpose(-1, -2) if by_column else recv.scales
@@ -134,11 +132,9 @@ class RankRun:
         if case.layout is PADDED:
             empty = case.expected[self.rank].source < 0
             assert (recv.source[empty] == -1).all()
-            assert not recv.row_weights[empty].any()
+            assert recv.row_weights is None or not recv.row_weights[empty].any()
 
-    def dispatch(
-        self, case: Case, in_two: bool = False, weighted: bool = True, **options: Any
-    ) -> ty.Received:
+    def dispatch(self, case: Case, in_two: bool = False, **options: Any) -> ty.Received:
         idx, weights = case.picks[self.rank]
         idx = idx.int() if case.seed % 2 else idx
         payload, spec = payload_of(case, self.rank), spec_of(case)
@@ -147,7 +143,7 @@ class RankRun:
             in_two,
             self.engine.dispatch,
             DispatchArguments(
-                payload, idx, weights if weighted else None, spec, case.quantize, **given
+                payload, idx, weights if case.weighted else None, spec, case.quantize, **given
             ),
         )
         handle = Handle(
@@ -155,7 +151,7 @@ class RankRun:
             spec=spec,
             num_tokens=len(idx),
             num_rows=rows.x.shape[0],
-            has_weights=weighted,
+            has_weights=case.weighted,
             num_ranks=case.world_size,
             index_dtype=idx.dtype,
             plan=plan,
@@ -191,8 +187,13 @@ class RankRun:
 
     def combine(self, recv: ty.Received, case: Case, way: str, in_two: bool = False) -> None:
         """One combine, checked."""
-        got = self.sums(recv, case, way, in_two)
-        check_combined(got, case, self.rank, combined(case, way, self.tree)[self.rank].x, way)
+        want = combined(case, way, self.tree)[self.rank]
+        lost = torch.full((recv.handle.num_tokens,), float("nan"))
+        told = (case.seed + self.rank) % 2 == 1
+        got = self.sums(recv, case, way, in_two, **({"lost_weights": lost} if told else {}))
+        check_combined(got, case, self.rank, want.x, way)
+        if told:
+            check_combined(lost, case, self.rank, want.lost_weights, "lost weights")
 
 
 def reached(scenario: Scenario) -> AbstractContextManager[Any]:

@@ -155,7 +155,12 @@ def _with_gaps(rows: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(case: Case) -> Spec:
-    return Spec(layout=case.layout, exact=case.exact, expert_alignment=case.expert_alignment)
+    return Spec(
+        layout=case.layout,
+        exact=case.exact,
+        expert_alignment=case.expert_alignment,
+        capacity=case.capacity,
+    )
 
 
 def largest_slot(case: Case, num_topk: int) -> int:
@@ -232,6 +237,7 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
     )
     cached = replace(case, **_draw_payload(random, other_than=case.hidden))
     ways = tuple(random.sample(WAYS[layout], 1 if few else random.choice((1, 1, 1, 2))))
+    case, cached = with_options(case, seed, ways), with_options(cached, seed, ways)
     in_place = layout is FLAT and random.random() < 0.4
     return Round(
         case,
@@ -240,6 +246,16 @@ def _draw_round(scenario: Scenario, random: Random, seed: int, few: bool) -> Rou
         in_place,
         (random.randrange(scenario.world_size),) if random.random() < 0.1 else (),
     )
+
+
+def with_options(case: Case, seed: int, ways: tuple[str, ...]) -> Case:
+    """``case`` without weights, or with a capacity: some of those that can be so."""
+    random = Random(f"options of {seed}")
+    weighted = bool({"weighted", "reduce"} & set(ways)) or random.random() < 0.7
+    room = case.world_size * case.num_tokens
+    capacity = random.choice((None, 0, 1, 3, room // 2, 2 * room))
+    can = case.layout is MAJOR and not case.exact
+    return replace(case, weighted=weighted, capacity=capacity if can else None)
 
 
 def draw_in_place(world_size: int, seed: int) -> Scenario:
@@ -260,7 +276,8 @@ def draw_pushed(world_size: int, seed: int) -> Scenario:
 
 def _in_place(each: Round, random: Random) -> Round:
     case, cached = (
-        replace(one, layout=FLAT, expert_alignment=1) for one in (each.case, each.cached)
+        replace(one, layout=FLAT, expert_alignment=1, capacity=None)
+        for one in (each.case, each.cached)
     )
     ways = (
         random.choice(IN_PLACE),

@@ -46,7 +46,7 @@ def draw_heap(world_size: int, seed: int) -> HeapRun:
     first = scenario.rounds[0]
     plain = first.case.dtype in PLAIN and first.case.quantize is None
     like = first.case if plain else replace(first.case, dtype=PLAIN[seed % 3], quantize=None)
-    base = replace(like, layout=FLAT, exact=True, expert_alignment=1)
+    base = replace(like, layout=FLAT, exact=True, expert_alignment=1, capacity=None)
     same = random.choice((base.routing, "uniform", "duplicates"))
     mixed = [random.choice(ROUTINGS) for _ in range(CALLS)]
     routings = random.choice(([same] * CALLS, [same] * CALLS, mixed))
@@ -57,7 +57,7 @@ def draw_heap(world_size: int, seed: int) -> HeapRun:
             case,
             tuple(random.choices(ways, k=random.randrange(4))),
             replace(first.cached if at % 2 else base, layout=FLAT, exact=True, expert_alignment=1,
-                    seed=case.seed, routing=case.routing),
+                    capacity=None, seed=case.seed, routing=case.routing),
             refusers=(random.randrange(world_size),) if random.random() < 0.1 else (),
         )
         for at, case in enumerate(cases)

@@ -161,12 +161,14 @@ class RankRun:
 
     def dispatch(self, case: Case, in_place: bool = False) -> ty.Received:
         idx, weights = case.picks[self.rank]
+        idx = idx.int() if (case.seed + self.rank) % 3 == 1 else idx
         payload, spec = payload_of(case, self.rank), spec_of(case)
+        weights = weights if case.weighted else None
         found = self.call(
             self.engine.dispatch,
             DispatchArguments(payload, idx, weights, spec, case.quantize, in_place=in_place),
         )
-        return self._received(case, *found)
+        return self._received(case, idx.dtype, *found)
 
     def _guess_closely(self, recv: ty.Received) -> None:
         """Let the next call of this kind guess just as many rows as came: small batches would never
@@ -183,17 +185,19 @@ class RankRun:
             self.engine.redispatch,
             CachedArguments(payload, plan, spec, mode=case.quantize, in_place=in_place),
         )
-        return self._received(case, rows, plan, arrived)
+        return self._received(case, recv.handle.index_dtype, rows, plan, arrived)
 
-    def _received(self, case: Case, rows: Payload, plan: Plan, arrived: Arrived) -> ty.Received:
+    def _received(
+        self, case: Case, index: torch.dtype, rows: Payload, plan: Plan, arrived: Arrived
+    ) -> ty.Received:
         handle = Handle(
             owner=0,
             spec=spec_of(case),
             num_tokens=len(case.picks[self.rank][0]),
             num_rows=rows.x.shape[0],
-            has_weights=True,
+            has_weights=case.weighted,
             num_ranks=case.world_size,
-            index_dtype=torch.int64,
+            index_dtype=index,
             plan=plan,
             arrived=arrived,
         )
@@ -220,10 +224,11 @@ class RankRun:
         if self.rank == refuser:
             assert self.call(self.engine.refuse, DISPATCH, True, "x is wrong")
             return
+        plain = replace(case, layout=FLAT, exact=True, expert_alignment=1, capacity=None)
         with pytest.raises(
             PeerError, match=f"rank {refuser} refused its side of this call: x is wrong"
         ):
-            self.dispatch(known(replace(case, layout=FLAT, exact=True, expert_alignment=1)))
+            self.dispatch(known(plain))
 
     def follow(self, recv: ty.Received, each: Round, way: str) -> None:
         """One call along the routing of ``recv``."""
@@ -292,7 +297,8 @@ class RankRun:
     def _raw(self, recv: ty.Received, case: Case) -> None:
         """Rows in arrival order, as gradients travel: there, and back."""
         plan, spec = recv.handle.plan, spec_of(case)
-        flat = known(replace(case, layout=FLAT, expert_alignment=1, quantize=None))
+        plain = replace(case, layout=FLAT, expert_alignment=1, capacity=None, quantize=None)
+        flat = known(plain)
         want, rows = flat.expected[self.rank].x, flat.expert_rows[self.rank]
         there = self.call(
             self.engine.redispatch,

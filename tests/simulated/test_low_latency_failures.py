@@ -158,3 +158,25 @@ def test_ranks_in_different_calls_go_on_apart() -> None:
                 rank,
                 endings,
             )
+
+
+WIDE_STORIES = ("left_out_and_back", "refusal", "masked_by_one", "late_and_back")
+
+
+def test_lives_of_any_size_layout_and_cast() -> None:
+    """Rows with tails, packed or cast, ranks without experts, one pick; ``make soak`` has all
+    stories on all kinds of ranks, and freezes."""
+    kinds = [(2, 0), (3, 0), (2, 1), (4, 2, True), (4, 2)]
+    seeds = range(1000, 1000 + SOAK)
+    for story in WIDE_STORIES if SOAK > 1 else WIDE_STORIES[:2]:
+        jobs = [
+            (size, seed, *node) for seed in seeds for size, *node in kinds[: 5 if SOAK > 1 else 2]
+        ]
+        for endings in run_all(f"low_latency_failures.{story}", jobs):
+            assert all(ending == ("", [True] * len(endings)) for ending in endings), endings
+    if SOAK > 1:
+        jobs = [(size, seed, *node) for seed in seeds for size, *node in kinds]
+        for (size, *_), (_, endings) in zip(
+            jobs, run_all("low_latency_failures.freeze", jobs), strict=True
+        ):
+            assert endings == [("", [True] * size)] * size
