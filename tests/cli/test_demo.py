@@ -175,7 +175,7 @@ def test_numbers_are_readable():
 @pytest.mark.parametrize(
     "options",
     [
-        ["--ranks", "2", "--topk", "3"],
+        ["--ranks", "2", "--topk", "3", "--steps", "2"],
         ["--ranks", "3", "--experts", "2", "--tokens", "2"],
     ],
     ids=["two ranks", "ranks without tokens or experts"],

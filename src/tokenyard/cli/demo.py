@@ -63,6 +63,7 @@ class Options:
     hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
     experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
     topk: Annotated[int, option("Experts per token.", min=1)] = 2
+    steps: Annotated[int, option("Forward and backward so often; compare the last.", min=1)] = 1
     device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
     engine: Annotated[str, option("What moves the rows.", parser=word_of(ENGINES))] = AUTO
     plot: Plot = None
@@ -212,7 +213,7 @@ class Part:
     Attributes:
         why: the engine that ran, and the reason for it.
         tokens, rows: that it owns, that dispatch brings it.
-        sent, received: bytes forward and backward, to and from each rank.
+        sent, received: bytes of a step, forward and backward, to and from each rank.
         load: tokens routed to each expert that it holds; rank 0 has the first ones, and so on.
         errors: relative error of each tensor of :func:`results`.
     """
@@ -239,9 +240,17 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
     sizes = {"num_experts": options.experts, "hidden": options.hidden, "num_topk": options.topk}
     where: dict[str, Any] = {"engine": options.engine, "device": device}
     with ty.ExpertParallel(**sizes, max_tokens_per_rank=split[1], **where) as ep:
-        say("forward and backward")
-        y, recv = layer.over_ranks(ep, tokens[mine], held)
-        y.backward(gradient[mine])
+
+        def step(number: int) -> tuple[Tensor, ty.Received]:
+            say(f"step {number} of {options.steps}: forward and backward")
+            layer.zero_grad()
+            y, recv = layer.over_ranks(ep, tokens[mine], held)
+            y.backward(gradient[mine])
+            return y, recv
+
+        y, recv = step(1)
+        for number in range(2, options.steps + 1):
+            y, recv = step(number)
         ep.check()
         stats = ep.stats()
     say("comparing with one process")
@@ -255,8 +264,8 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
         why=ep.why,
         tokens=y.shape[0],
         rows=recv.x.shape[0],
-        sent=list(stats.bytes_sent),
-        received=list(stats.bytes_received),
+        sent=[count // options.steps for count in stats.bytes_sent],  # alike in all steps
+        received=[count // options.steps for count in stats.bytes_received],
         load=host_ints(recv.tokens_per_expert),
         errors={name: relative_error(tensor, want[name]) for name, tensor in got.items()},
     )
@@ -285,7 +294,7 @@ def print_result(console: Console, parts: Sequence[Part]) -> bool:
         moved = (sum(part.sent), sum(part.received))
         ranks.append((*map(str, counts), *map(bytes_text, moved)))
     columns = "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received"
-    print_table(console, "Ranks (bytes over the wire, forward and backward)", columns, ranks)
+    print_table(console, "Ranks (bytes over the wire per step, forward and backward)", columns, ranks)
     load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
     most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
     experts: list[tuple[RenderableType, ...]] = []
