@@ -110,7 +110,7 @@ class LowLatencyEngine(Engine):
         """Raise if a dispatch cannot be made: NotSupported names the engine that can; ValueError:
         rows do not fit into slots."""
         if cached:
-            self.redispatch()
+            self.redispatch()  # raises
         self._signatures.dispatch(payload, spec, mode, by_column)
         self._check_open()
 

@@ -180,7 +180,7 @@ def peer_tuning(
     if all_sms and grid.num_nodes == 1:
         return _all_of_one_node(num_sms, grid.world_size, channels)
     pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
-    # of few ranks more channels: a program has 64 KiB of rows in flight, a round, or it waits
+    # 64 KiB of rows a round, or a program waits for memory: of two ranks twice the channels
     gather = FEW_SUMS if grid.world_size > 2 else replace(FEW_SUMS, block=2 * FEW_SUMS.block)
     chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
     dispatch = KernelConfig(rows=4, block=4096, chunk=chunk, num_warps=16, max_registers=128)
