@@ -294,7 +294,8 @@ def print_result(console: Console, parts: Sequence[Part]) -> bool:
         moved = (sum(part.sent), sum(part.received))
         ranks.append((*map(str, counts), *map(bytes_text, moved)))
     columns = "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received"
-    print_table(console, "Ranks (bytes over the wire per step, forward and backward)", columns, ranks)
+    title = "Ranks (bytes over the wire per step, forward and backward)"
+    print_table(console, title, columns, ranks)
     load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
     most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
     experts: list[tuple[RenderableType, ...]] = []
