@@ -49,14 +49,18 @@ def test_of_several_ranks_the_first_tells(ranks: Ranks) -> None:
 SMALL = {
     "bench": ["--tokens", "6", "--hidden", "24", "--topk", "2", "--experts", "5",
               "--iterations", "2", "--warmup", "1", "--skew", "zipf"],
-    "demo": ["--hidden", "16"],
+    "demo": ["--hidden", "16", "--steps", "2"],
 }  # fmt: skip
 STAGES = {
     "bench": [
         "6 tokens/rank, hidden 24, top-2 of 5, zipf routing, bf16, flat: checking",
         "measuring memory and time",
     ],
-    "demo": ["forward and backward", "comparing with one process"],
+    "demo": [
+        "step 1 of 2: forward and backward",
+        "step 2 of 2: forward and backward",
+        "comparing with one process",
+    ],
 }
 
 
