@@ -117,7 +117,13 @@ class Domain:
     # Messages
 
     def exchange(self, send: list[Message], recv: list[Message], wire: torch.device) -> None:
-        """Send and receive. Messages between two ranks meet in the order of the lists."""
+        """Send and receive. Messages between two ranks meet in the order of the lists; those of
+        this rank to itself are copied.
+        """
+        kept = ([part for peer, part in each if peer == self.rank] for each in (send, recv))
+        for part, room in zip(*kept, strict=True):
+            room.copy_(part)
+        send, recv = ([each for each in many if each[0] != self.rank] for many in (send, recv))
         if wire.type != "cpu" and not self._joined:  # a backend may connect all ranks or none
             dist.all_reduce(torch.zeros(1, device=wire), group=self.group)
             self._joined = True

@@ -190,8 +190,8 @@ class LoadBalance:
             _check_alike(known)
             return known
 
-        call = "lb_prefetch_weights", pairs, self._prefetch
-        return self._lend(*call, redundancy_mapping, num_sms, previous_event)
+        given = redundancy_mapping, num_sms, previous_event
+        return self._lend("lb_prefetch_weights", pairs, *given)
 
     def lb_reduce_grads(
         self,
@@ -222,8 +222,8 @@ class LoadBalance:
                     raise ValueError(f"{name} has shape {list(value.shape)}, but must be 2-D")
             return [_pair("grads", redundant_expert_grads, expert_grads)]
 
-        call = "lb_reduce_grads", pairs, self._reduce
-        return self._lend(*call, redundancy_mapping, num_sms, previous_event)
+        given = redundancy_mapping, num_sms, previous_event
+        return self._lend("lb_reduce_grads", pairs, *given, adds=True)
 
     # How
 
@@ -231,10 +231,10 @@ class LoadBalance:
         self,
         call: str,
         pairs: Callable[[], list[_Pair]],
-        move: Callable[[Domain, torch.device, list[_Pair], list[list[int]]], None],
         mapping: Tensor,
         num_sms: Any,
         previous_event: Any,
+        adds: bool = False,
     ) -> EventOverlap:
         """Check, agree, move; on the communication stream."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -264,57 +264,40 @@ class LoadBalance:
                 domain.refuse()
                 raise
             domain.agree(call, wire, sizes, rows)
-            move(domain, wire, known, rows)
+            _move(domain, wire, known, rows, adds)
 
         after = None if event is None else EventOverlap(event)
         tensors = [part for pair in known for part in (pair.slots, pair.own)]
         return self._streams.run(run, (mapping, *tensors), known[0].own, after, True)[1]
 
-    @staticmethod
-    def _prefetch(
-        domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: list[list[int]]
-    ) -> None:
-        send: list[Message] = []
-        recv: list[Message] = []
-        for pair in pairs:
-            for borrower, slot, owner, local in _filled(mapping, pair.own.shape[0]):
-                if owner == borrower == domain.rank:
-                    pair.slots[slot].copy_(pair.own[local])
-                elif owner == domain.rank:
-                    send.append((borrower, pair.own[local]))
-                elif borrower == domain.rank:
-                    recv.append((owner, pair.slots[slot]))
-        domain.exchange(send, recv, wire)
 
-    @staticmethod
-    def _reduce(
-        domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: list[list[int]]
-    ) -> None:
-        (pair,) = pairs
-        send: list[Message] = []
-        recv: list[Message] = []
-        terms: list[tuple[int, Tensor]] = []  # of this rank's experts, in the order of the sum
-        for borrower, slot, owner, local in _filled(mapping, pair.own.shape[0]):
-            if borrower == domain.rank != owner:
-                send.append((owner, pair.slots[slot]))
-            if owner == domain.rank:
-                mine = borrower == owner
-                terms.append((local, pair.slots[slot] if mine else torch.empty_like(pair.own[0])))
-                if not mine:
-                    recv.append((borrower, terms[-1][1]))
-        domain.exchange(send, recv, wire)
-        for local, term in terms:
-            pair.own[local].view(torch.float32).add_(term.view(torch.float32))
-
-
-def _filled(mapping: list[list[int]], num_local: int) -> list[tuple[int, int, int, int]]:
-    """Rank, slot, rank at home and number there of each expert that is held twice, in order."""
-    return [
-        (borrower, slot, *divmod(expert, num_local))
-        for borrower, row in enumerate(mapping)
-        for slot, expert in enumerate(row)
-        if expert >= 0
-    ]
+def _move(domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: Any, adds: bool) -> None:
+    """Copy experts into the slots that hold them a second time; or (``adds``) what stands there
+    back, and add it, in the order of the ``mapping``.
+    """
+    send: list[Message] = []
+    recv: list[Message] = []
+    sums: list[Tensor] = []
+    for pair in pairs:
+        filled = (
+            (borrower, slot, *divmod(expert, pair.own.shape[0]))
+            for borrower, row in enumerate(mapping)
+            for slot, expert in enumerate(row)
+            if expert >= 0
+        )
+        for borrower, slot, owner, local in filled:
+            source, target = (owner, pair.own[local]), (borrower, pair.slots[slot])
+            if adds:
+                source, target = target, source
+            if source[0] == domain.rank:
+                send.append((target[0], source[1]))
+            if target[0] == domain.rank:
+                sums.append(target[1])
+                recv.append((source[0], torch.empty_like(target[1]) if adds else target[1]))
+    domain.exchange(send, recv, wire)
+    if adds:
+        for total, (_, term) in zip(sums, recv, strict=True):
+            total.view(torch.float32).add_(term.view(torch.float32))
 
 
 def _tensors(name: str, given: Any) -> list[Tensor]:
