@@ -77,7 +77,7 @@ def redispatch(
 ) -> tuple[Rows, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
     ep, native = inner.ep, inner.native
-    recv = native_calls.redispatch(ep, rows, native)
+    recv = native_calls.dispatch(ep, rows, known=native)
     if weights is not None:
         ids, num_rows = received.known(), native.num_rows
         weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, num_rows)

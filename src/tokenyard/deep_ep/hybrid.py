@@ -162,10 +162,8 @@ class HybridEPBuffer:
             shape = calls.check_shape(True, pad_multiple, num_permuted_tokens, non_blocking)
         except inputs.REFUSED as error:
             raise self._refused(error, hidden, None, routing, handle) from None
-        made = self._dispatch(hidden, scaling_factor, shape, routing, handle, not non_blocking)
-        assert made.tokens_per_expert is not None
-        rows, weights, scales, counts, known = made
-        return rows, weights, scales, counts, known  # pyright: ignore[reportReturnType]
+        given = hidden, scaling_factor, shape, routing
+        return self._dispatch(*given, handle, not non_blocking)
 
     def combine_with_unpermute(
         self,
@@ -223,8 +221,7 @@ class HybridEPBuffer:
         """
         routing = calls.Routing(routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
         given = hidden, scaling_factor, calls.Shape(False), routing
-        rows, weights, scales, _, known = self._dispatch(*given, handle, True)
-        return rows, weights, scales, known
+        return self._dispatch(*given, handle, True)
 
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
@@ -242,7 +239,7 @@ class HybridEPBuffer:
         routing: calls.Routing,
         handle: Any,
         waits: bool,
-    ) -> calls.Dispatched:
+    ) -> Any:
         natives, kind = self._natives, PermutedHandle if shape.permuted else HybridHandle
         known: Any = None
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenyard import gradients
 from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep import hybrid_routing as maps
-from tokenyard.deep_ep import inputs
+from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.hybrid_config import BufferConfig
 from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle
 from tokenyard.deep_ep.inputs import flag, whole
@@ -21,7 +21,7 @@ from tokenyard.header import DISPATCH
 from tokenyard.limits import MOST_ALIGNMENT
 from tokenyard.results import Received, rows_of_experts
 from tokenyard.routing import power_of_two_at_least
-from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout, Quantized
+from tokenyard.types import FLOAT_DTYPES, QUANTIZED_DTYPES, Layout
 
 BYTES = torch.float8_e4m3fn
 """What rows of uint8, as DeepEP has them, are to the native calls: nobody computes with them."""
@@ -237,14 +237,8 @@ def refused(
 # Calls
 
 
-class Dispatched(NamedTuple):
-    """``tokens_per_expert``: of ``dispatch_with_permute``, with padding."""
-
-    hidden: Tensor
-    probs: Tensor | None
-    scales: Tensor | None
-    tokens_per_expert: Tensor | None
-    handle: HybridHandle
+Dispatched = tuple[Any, ...]
+"""What a dispatch returns, with permutation or without."""
 
 
 def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) -> Dispatched:
@@ -258,15 +252,10 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) 
     static = shape.rows is not None
     bound, picks = _bound(static, config), topk_idx.shape[1]
     ep = natives.normal((data.shape[1], experts, picks, bound, data.device))
-    recv = ep.dispatch(
-        _payload(given),
-        topk_idx,
-        given.weights(topk_idx),
-        layout=Layout.EXPERT_MAJOR if shape.permuted else Layout.FLAT,
-        exact=not static,
-        expert_alignment=shape.alignment,
-        capacity=shape.rows,
-    )
+    layout = Layout.EXPERT_MAJOR if shape.permuted else Layout.FLAT
+    wanted = layout, not static, shape.alignment, shape.rows
+    rows = data, given.scales
+    recv = native_calls.dispatch(ep, rows, topk_idx, given.weights(topk_idx), wanted)
     kind = PermutedHandle if shape.permuted else HybridHandle
     handle = kind.of(ep, recv.handle, topk_idx, config)
     probs = recv.row_weights if shape.permuted else recv.topk_weights
@@ -281,7 +270,7 @@ def _bound(static: bool, config: BufferConfig) -> int:
 def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
     """Rows, and weights if there are any, along a known routing."""
     native, ep = handle.native, handle.ep
-    recv = ep.dispatch(_payload(given), handle=native)
+    recv = native_calls.dispatch(ep, (given.data, given.scales), known=native)
     weights, probs = given.weights(handle.topk_idx), None
     if weights is not None:
         ids, rows = native.arrived.topk_idx, native.num_rows
@@ -295,8 +284,8 @@ def _dispatched(
     rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
     if not isinstance(handle, PermutedHandle):
         there = None if probs is None else maps.to_node(handle, probs)
-        return Dispatched(rows, there, recv.scales, None, handle)
-    return Dispatched(rows, probs, recv.scales, _padded_counts(handle, waits), handle)
+        return rows, there, recv.scales, handle
+    return rows, probs, recv.scales, _padded_counts(handle, waits), handle
 
 
 def _padded_counts(handle: HybridHandle, waits: bool) -> Tensor:
@@ -324,10 +313,6 @@ def combine(
         combined, weights = summed.x, summed.topk_weights
     assert combined is not None and weights is not None
     return combined, maps.to_experts(handle, weights)
-
-
-def _payload(given: Given) -> Tensor | Quantized:
-    return given.data if given.scales is None else Quantized(given.data, given.scales)
 
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:

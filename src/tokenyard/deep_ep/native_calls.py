@@ -18,6 +18,9 @@ from tokenyard.header import CACHED, DISPATCH
 from tokenyard.results import Received
 from tokenyard.rows import Payload
 
+Rows = tuple[Tensor, Tensor | None]
+"""Data and scales."""
+
 Shape = tuple[Any, bool, int, int | None]
 """Layout, exact, expert_alignment and capacity, as of ``ExpertParallel.dispatch``."""
 
@@ -29,38 +32,27 @@ def _spec(*shape: Any) -> Spec:
 
 def dispatch(
     ep: ExpertParallel,
-    rows: tuple[Tensor, Tensor | None],
-    topk_idx: Tensor,
-    weights: Tensor | None,
-    shape: Shape,
+    rows: Rows,
+    topk_idx: Tensor | None = None,
+    weights: Tensor | None = None,
+    shape: Shape = (None, True, 1, None),
+    known: Handle | None = None,
 ) -> Received:
-    """A fresh one. ``rows``: data and scales."""
+    """A fresh one, or along a ``known`` routing."""
     calls, check = ep._calls, ep._validation  # pyright: ignore[reportPrivateUsage]
     calls.check_open()
     weights = None if weights is None else weights.float()
     try:
-        payload, spec = _payload(*rows), _spec(*shape)
-        request = check.checked_dispatch(payload, topk_idx, weights, spec, None)
+        payload = Payload(rows[0], None) if rows[1] is None else given(rows[0], rows[1])
+        spec = _spec(*shape) if known is None else known.spec
+        request = check.checked_dispatch(payload, topk_idx, weights, spec, known)
     except (ValueError, NotSupported) as error:
-        raise calls.refuse(DISPATCH, shape[1], error) from None
-    return calls.dispatch(request)
-
-
-def redispatch(ep: ExpertParallel, rows: tuple[Tensor, Tensor | None], native: Handle) -> Received:
-    calls, check = ep._calls, ep._validation  # pyright: ignore[reportPrivateUsage]
-    calls.check_open()
-    try:
-        request = check.checked_dispatch(_payload(*rows), None, None, native.spec, native)
-    except (ValueError, NotSupported) as error:
-        raise calls.refuse(CACHED, True, error) from None
-    return calls.redispatch(request)
+        op = DISPATCH if known is None else CACHED
+        raise calls.refuse(op, shape[1], error) from None
+    return calls.dispatch(request) if known is None else calls.redispatch(request)
 
 
 def along(handle: LazyTuple) -> Call:
     """Its object's calls along its routing, in any order of rows, as backwards make them."""
     calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
     return Call(calls, handle.native.spec, plan=handle.native.plan)
-
-
-def _payload(data: Tensor, scales: Tensor | None) -> Payload:
-    return Payload(data, None) if scales is None else given(data, scales)

@@ -199,7 +199,7 @@ def dispatch(
 
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
-    recv = native_calls.redispatch(handle.ep, (data, scales), handle.native)
+    recv = native_calls.dispatch(handle.ep, (data, scales), known=handle.native)
     return _rows(recv) if handle.cut_to is None else _cut(recv, handle.cut_to)[0]
 
 
