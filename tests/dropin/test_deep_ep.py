@@ -261,7 +261,7 @@ def test_internode_handle_tuple(ranks: Ranks) -> None:
     """
     world, rank = World.of(ranks), ranks.rank
     in_ranks, known = world.in_ranks(rank), fresh(deep_ep.Buffer(ranks.group), world)[4]
-    handle = InternodeHandle.of(known.ep, known.native, in_ranks, None, 8)
+    handle = InternodeHandle.around(known.ep, known.native, in_ranks=in_ranks, num_sms=8)
     assert len(handle) == len(list(handle)) == 10 and handle[0] is in_ranks
     assert handle[-4].tolist() == world.prefix(rank) and handle[-3].tolist() == [
         list(row) for row in world.rows[rank]

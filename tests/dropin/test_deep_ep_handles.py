@@ -119,7 +119,9 @@ def test_every_kind_of_handle(ranks: Ranks) -> None:
     """Items of 6, 10 and 5; a list, other tensors of the memory; after the handle is gone."""
     buffer, world, rank = deep_ep.Buffer(ranks.group), World.of(ranks), ranks.rank
     rows, _, _, _, handle, _ = fresh(buffer, world)
-    wide = InternodeHandle.of(handle.ep, handle.native, world.in_ranks(rank), None, 8)
+    wide = InternodeHandle.around(
+        handle.ep, handle.native, in_ranks=world.in_ranks(rank), num_sms=8
+    )
     want = buffer.combine(rows, handle)[0]
     for known in (handle, wide):
         aliases = [each if each is None else each.detach() for each in known]

@@ -214,7 +214,8 @@ def test_whom_a_refusal_tells(make: Callable[..., Any]) -> None:
     known = make()
     assert known.whom_normal(SIZES) is None and known.whom_normal((None,) * 5) is None
     assert known.whom_low_latency(SIZES) is None
-    assert known.whom_of(None, NormalHandle, known.last_normal) is None
+    error = ValueError("no")
+    assert known.refused_with(error, None, NormalHandle, COMBINE) is error  # nobody to tell
     made = [known.normal(sizes) for sizes in (SIZES, *OTHERS)]
     assert known.last_normal is made[-1]
     for sizes, each in zip((SIZES, *OTHERS), made, strict=True):

@@ -137,7 +137,7 @@ def handle_of(plan: tuple[Any, ...] = (), *arrived: Any) -> Any:
     names = dict(zip(("source", "source_ranges"), arrived, strict=False))
     native: Any = SimpleNamespace(plan=plan, arrived=SimpleNamespace(**names))
     ep: Any = None
-    return NormalHandle.of(ep, native, None, None, 20)
+    return NormalHandle.around(ep, native, num_sms=20)
 
 
 def test_at_once(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from tokenyard.deep_ep.runtime import Runtime, Scratch
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.header import COMBINE
+from tokenyard.types import INDEX_DTYPES
 
 
 class Buffer(decode.LowLatencyState):
@@ -166,7 +167,7 @@ class Buffer(decode.LowLatencyState):
         self._natives.check_open()
         with DisableTorchFunction():
             later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
-            inputs.check_ids(topk_idx)
+            inputs.table("topk_idx", topk_idx, "[T, K]", INDEX_DTYPES)
         arguments = topk_idx, whole("num_experts", num_experts, 1, MOST_EXPERTS), self.group_size
         run = self._streams.run
         result, event = run(token_layout.layout, arguments, topk_idx, previous_event, later)

@@ -99,11 +99,7 @@ def check_dispatch(
     most = whole("num_max_dispatch_tokens_per_rank", max_tokens, 1)
     experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
     inputs.check_picks(topk_idx, None, x)
-    if x.shape[0] > most:
-        raise ValueError(
-            f"x has {x.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is {most}: raise it "
-            f"on all ranks alike, or split the batch"
-        )
+    inputs.check_tokens(x, "num_max_dispatch_tokens_per_rank", most)
     size = natives.world_size
     if most * size * -(-experts // size) > LARGEST:
         raise ValueError(
@@ -337,7 +333,4 @@ def _check_stats(
     name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     inputs.array(name, stats, meaning, (length,), (dtype,), device)
-    if not stats.is_contiguous():
-        raise ValueError(
-            f"{name} has stride {stats.stride()[0]}, but must be contiguous: use .contiguous()"
-        )
+    inputs.check_contiguous(name, stats)

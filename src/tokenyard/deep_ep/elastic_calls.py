@@ -59,7 +59,7 @@ def dispatch(
         received = ReceivedIds(ids, -1 if ids.is_inference() else ids._version, ids.clone())
     else:
         received = ReceivedIds(ids, 0, None)
-    inner = NormalHandle.of(ep, native, None, kept, shape.num_sms)
+    inner = NormalHandle.around(ep, native, topk_idx=kept, num_sms=shape.num_sms)
     handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         keep_psums(handle)

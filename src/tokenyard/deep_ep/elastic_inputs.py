@@ -125,11 +125,7 @@ def check_fresh(
             "num_max_tokens_per_rank is missing: pass it here or to the constructor, the same on "
             "all ranks"
         )
-    if data.shape[0] > most:
-        raise ValueError(
-            f"x has {data.shape[0]} tokens, but num_max_tokens_per_rank is {most}: raise it on "
-            f"all ranks alike, or split the batch"
-        )
+    inputs.check_tokens(data, "num_max_tokens_per_rank", most)
     alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
     if routing.stats is not None:
         sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
@@ -161,13 +157,11 @@ def check_cached(
         known = getattr(handle, name)
         if given is not None and whole(name, given, 1) != known:
             raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
-    native, config = handle.inner.native, handle.inner.ep.config
-    shape, device = (native.num_tokens, config.hidden), native.plan.returns.device
-    array("x", data, "the shape [T, H] that the handle was made for", shape, (data.dtype,), device)
+    inputs.check_rows_again("x", data, handle.inner)
     if routing.topk_weights is not None:
-        picks = native.num_tokens, config.num_topk
+        picks = data.shape[0], handle.inner.ep.config.num_topk
         meaning = "[T, K], as the topk_idx of the handle"
-        array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, device)
+        array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, data.device)
     if flags["do_cpu_sync"]:
         raise ValueError(
             "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"

@@ -61,10 +61,11 @@ class LazyTuple(tuple[Any, ...]):
     _items: dict[int, weakref.ref[Tensor]] | None = None
 
     @classmethod
-    def around(cls, ep: ExpertParallel, native: Handle) -> Any:
-        """One of which the rest is still to be filled in."""
+    def around(cls, ep: ExpertParallel, native: Handle, **rest: Any) -> Any:
+        """``rest``: attributes of this kind."""
         handle = tuple.__new__(cls, (None,) * len(cls.makers))
         handle.ep, handle.native = ep, native
+        vars(handle).update(rest)
         return handle
 
     def keep_for(self, stream: Any) -> None:
@@ -178,36 +179,24 @@ class NormalHandle(LazyTuple):
 
     Attributes:
         cut_to: rows of the dispatched result if the native one has more, else None.
+        in_ranks, topk_idx: one of them says where tokens go.
+        num_sms: multiprocessors that the call was allowed.
     """
 
     source = "dispatch() of Buffer (DeepEP V1)"
     cut_to: int | None = None
-    _in_ranks: Tensor | None
-    _topk_idx: Tensor | None
-    _num_sms: int
-
-    @classmethod
-    def of(
-        cls,
-        ep: ExpertParallel,
-        native: Handle,
-        in_ranks: Tensor | None,
-        topk_idx: Tensor | None,
-        num_sms: int,
-    ) -> NormalHandle:
-        """``in_ranks`` or ``topk_idx`` says where tokens go."""
-        handle = cls.around(ep, native)
-        handle._in_ranks, handle._topk_idx, handle._num_sms = in_ranks, topk_idx, num_sms
-        return handle
+    in_ranks: Tensor | None = None
+    topk_idx: Tensor | None = None
+    num_sms: int
 
     def is_token_in_rank(self) -> Tensor:
-        if self._in_ranks is None:
-            assert self._topk_idx is not None
+        if self.in_ranks is None:
+            assert self.topk_idx is not None
             num_experts = self.ep.config.num_experts
             # Static shapes on GPUs have not refused others yet.
-            known = known_picks(self._topk_idx, num_experts)
-            self._in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
-        return self._in_ranks
+            known = known_picks(self.topk_idx, num_experts)
+            self.in_ranks = tokens_in_ranks(known, num_experts, self.ep.world_size)
+        return self.in_ranks
 
     def lends(self, place: int) -> bool:
         return self.makers[place] is NormalHandle.is_token_in_rank
@@ -264,7 +253,7 @@ class NormalHandle(LazyTuple):
 
     def _by_channel(self, counts: Tensor) -> Tensor:
         """All are in the first channel: int32 ``[len(counts), C]``."""
-        return counts.to(torch.int32).unsqueeze(1).repeat(1, max(self._num_sms // 2, 1))
+        return counts.to(torch.int32).unsqueeze(1).repeat(1, max(self.num_sms // 2, 1))
 
     makers = (
         rank_prefix_matrix,

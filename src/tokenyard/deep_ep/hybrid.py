@@ -29,7 +29,7 @@ from tokenyard.header import CACHED, COMBINE
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-OLD = ("num_dispatched_tokens", "use_host_meta")
+OLD = {"num_dispatched_tokens": "", "use_host_meta": ""}
 """Arguments of older versions of the branch. The second is the reverse of ``non_blocking``."""
 
 
@@ -300,8 +300,6 @@ def _checked(handle: Any, kind: type[HybridHandle], group: Any) -> Any:
 
 def _waiting(old: dict[str, Any], non_blocking: Any) -> Any:
     """``non_blocking``, or what an ``old`` argument says instead."""
-    for name in old:
-        if name not in OLD:
-            raise TypeError(f"HybridEPBuffer's call got an unexpected keyword argument {name!r}")
+    inputs.check_fork("HybridEPBuffer's call", old, OLD)
     told = old.get("use_host_meta")
     return non_blocking if told is None else not flag("use_host_meta", told)

@@ -160,17 +160,14 @@ def check_again(
 ) -> Given:
     """A dispatch along the routing of a ``handle``."""
     data, scales, as_bytes = _rows(hidden, scales)
-    native, config = handle.native, handle.ep.config
-    device, tokens = native.plan.returns.device, native.num_tokens
-    meaning = "[T, H], as the handle was made for"
-    inputs.array("hidden", data, meaning, (tokens, config.hidden), (data.dtype,), device)
+    inputs.check_rows_again("hidden", data, handle)
     _check_same(shape, handle)
     if routing.probs is not None:
-        known = tokens, config.num_experts
-        inputs.array("probs", routing.probs, "[T, E]", known, FLOAT_DTYPES, device)
+        known = data.shape[0], handle.num_experts
+        inputs.array("probs", routing.probs, "[T, E]", known, FLOAT_DTYPES, data.device, "hidden")
     if routing.topk_idx is not None:
         inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-    return Given(data, scales, as_bytes, shape, config.num_experts, routing)
+    return Given(data, scales, as_bytes, shape, handle.num_experts, routing)
 
 
 def _check_same(shape: Shape, handle: HybridHandle) -> None:
@@ -191,14 +188,8 @@ def _check_same(shape: Shape, handle: HybridHandle) -> None:
 def check_combine(
     hidden: Any, probs: Any, pad_multiple: Any, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
-    native, config = handle.native, handle.ep.config
-    rows, device, permuted = (
-        native.num_rows,
-        native.plan.returns.device,
-        isinstance(handle, PermutedHandle),
-    )
-    meaning = "[N, H], the rows that the dispatch brought"
-    inputs.array("hidden", hidden, meaning, (rows, config.hidden), FLOAT_DTYPES, device)
+    rows, permuted = handle.native.num_rows, isinstance(handle, PermutedHandle)
+    inputs.check_rows_back("hidden", hidden, handle, rows)
     if pad_multiple is not None:
         _check_same(check_shape(True, pad_multiple, None, False), handle)
     if probs is None:
@@ -206,7 +197,7 @@ def check_combine(
     width = handle.config.num_of_experts_per_rank * handle.config.num_of_ranks_per_node
     meaning = "[N], of the rows" if permuted else "[N, experts of the node]"
     known = (rows,) if permuted else (rows, width)
-    inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, device)
+    inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, hidden.device, "hidden")
     return hidden, probs.float()
 
 
@@ -257,7 +248,7 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) 
     rows = data, given.scales
     recv = native_calls.dispatch(ep, rows, topk_idx, given.weights(topk_idx), wanted)
     kind = PermutedHandle if shape.permuted else HybridHandle
-    handle = kind.of(ep, recv.handle, topk_idx, config)
+    handle = kind.around(ep, recv.handle, topk_idx=topk_idx, config=config)
     probs = recv.row_weights if shape.permuted else recv.topk_weights
     return _dispatched(given, recv, probs, handle, waits)
 

@@ -9,7 +9,7 @@ from typing import Any
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.handles import RANKS_PER_NODE
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import check_fork, flag, whole
 
 USUAL_SMS = 32
 """What DeepEP's kernels take of one node's multiprocessors."""
@@ -60,13 +60,11 @@ def ranks_per_node(given: Mapping[str, Any], num_ranks: int) -> int:
 
 def check_old(given: Mapping[str, Any]) -> None:
     """Options of the constructor beside its parameters: known and of their kind."""
-    for name, value in given.items():
-        if name in FLAGS:
-            flag(name, value)
-        elif name == "num_sms_permute_api":
-            sms(name, value)
-        elif name not in NODE:
-            raise TypeError(f"HybridEPBuffer() got an unexpected keyword argument {name!r}")
+    permute = "num_sms_permute_api"
+    check_fork("HybridEPBuffer", given, dict.fromkeys((*FLAGS, *NODE, permute), ""))
+    sms(permute, given.get(permute))
+    for name in FLAGS:
+        flag(name, given.get(name))
 
 
 def sms(name: str, value: Any) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tokenyard.api import ExpertParallel
 from tokenyard.deep_ep.handles import LazyTuple
 from tokenyard.deep_ep.hybrid_config import BufferConfig
-from tokenyard.handle import Handle
 from tokenyard.types import Layout
 
 
@@ -74,21 +70,11 @@ class HybridHandle(LazyTuple):
     Attributes:
         topk_idx: picks ``[T, K]`` of the tokens sent.
         config: of the buffer at the call.
-        first: column of this rank's first expert among those of its node.
     """
 
     source = "dispatch() of HybridEPBuffer"
     topk_idx: Tensor
     config: BufferConfig
-    first: int
-
-    @classmethod
-    def of(cls, ep: ExpertParallel, native: Handle, topk_idx: Tensor, config: BufferConfig) -> Any:
-        handle = cls.around(ep, native)
-        handle.topk_idx, handle.config = topk_idx, config
-        place = ep.rank % config.num_of_ranks_per_node
-        handle.first = place * config.num_of_experts_per_rank
-        return handle
 
     @property
     def logical_num_tokens(self) -> int:
@@ -169,16 +155,20 @@ def to_experts(handle: HybridHandle, values: Tensor) -> Tensor:
     return _spread(handle.topk_idx, values, (values.shape[0], handle.num_experts))
 
 
+def _ids_in_node(handle: HybridHandle) -> Tensor:
+    """Experts of the rows that came, as counted in this rank's node; -1 for none: ``[N, K]``."""
+    ids, config = handle.native.arrived.topk_idx, handle.config
+    place = handle.ep.rank % config.num_of_ranks_per_node
+    return torch.where(ids < 0, -1, ids + place * config.num_of_experts_per_rank)
+
+
 def to_node(handle: HybridHandle, values: Tensor) -> Tensor:
     """``values [N, K]`` of rows at this node's experts: ``[N, L * ranks]``, 0 on others' ranks."""
     config = handle.config
     width = config.num_of_experts_per_rank * config.num_of_ranks_per_node
-    ids = handle.native.arrived.topk_idx
-    at = torch.where(ids < 0, -1, ids + handle.first)
-    return _spread(at, values, (values.shape[0], width))
+    return _spread(_ids_in_node(handle), values, (values.shape[0], width))
 
 
 def from_node(handle: HybridHandle, table: Tensor) -> Tensor:
     """The reverse of :func:`to_node`: float32 ``[N, K]``."""
-    ids = handle.native.arrived.topk_idx
-    return weights_of(table, torch.where(ids < 0, -1, ids + handle.first))
+    return weights_of(table, _ids_in_node(handle))

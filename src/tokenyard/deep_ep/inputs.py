@@ -120,8 +120,11 @@ def array(
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
+    like: str = "x",
 ) -> Tensor:
-    """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any)."""
+    """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any), that
+    of ``like``.
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -136,9 +139,21 @@ def array(
         raise ValueError(f"{name} is {_bare(value.dtype)}, but must be {names}: cast it")
     if device is not None and value.device != device:
         raise ValueError(
-            f"{name} is on {value.device}, but must be on {device}, as x is: move it there"
+            f"{name} is on {value.device}, but must be on {device}, as {like} is: move it there"
         )
     return value
+
+
+def check_contiguous(name: str, value: Tensor) -> None:
+    if not value.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, but has strides {list(value.stride())}: use .contiguous()"
+        )
+
+
+def table(name: str, value: Any, meaning: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of two dimensions, of any sizes, of ``dtypes``."""
+    return array(name, value, meaning, _like(value, None), dtypes)
 
 
 def _bare(value: Any) -> str:
@@ -152,7 +167,7 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
             raise ValueError(
                 f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S])"
             )
-        array("x", x, "[T, H]", _like(x, None), FLOAT_DTYPES)
+        table("x", x, "[T, H]", FLOAT_DTYPES)
         _check_place("x", x)
         return x, None
     given: Any = x
@@ -163,7 +178,7 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
             f"{many or type(given).__name__}"
         )
     first, second = given
-    data = array("x[0]", first, "[T, H]", _like(first, None), QUANTIZED_DTYPES)
+    data = table("x[0]", first, "[T, H]", QUANTIZED_DTYPES)
     _check_place("x[0]", data)
     rows, meaning = _like(second, data.shape[0]), "[T, S], a row for each of x[0]"
     scales = array("x[1]", second, meaning, rows, SCALE_DTYPES, data.device)
@@ -179,6 +194,15 @@ def _like(value: Any, rows: int | None) -> tuple[int | None, int | None]:
     if isinstance(value, Tensor) and value.dim() == 2:
         return value.shape[0] if rows is None else rows, value.shape[1]
     return rows, None
+
+
+def check_tokens(x: Tensor, name: str, most: int) -> None:
+    """No more tokens than the bound called ``name``."""
+    if x.shape[0] > most:
+        raise ValueError(
+            f"x has {x.shape[0]} tokens, but {name} is {most}: raise it on all ranks alike, or "
+            f"split the batch"
+        )
 
 
 def columns(value: Any) -> int | None:
@@ -225,10 +249,6 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
         array("topk_weights", topk_weights, meaning, topk_idx.shape, FLOAT_DTYPES, device)
 
 
-def check_ids(topk_idx: Any) -> None:
-    array("topk_idx", topk_idx, "[T, K]", _like(topk_idx, None), INDEX_DTYPES)
-
-
 def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
     """A tuple of this ``kind``, also if only its items are given. It is good for any buffer of its
     group, as long as the one that made it is not destroyed.
@@ -254,6 +274,21 @@ def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
             f"{_members(group)}: use a Buffer of the group that dispatched"
         )
     return handle
+
+
+def check_rows_again(name: str, data: Tensor, handle: LazyTuple) -> None:
+    """Rows of a dispatch along the routing of a ``handle``."""
+    native = handle.native
+    shape, device = (native.num_tokens, handle.ep.config.hidden), native.plan.returns.device
+    meaning = "the shape [T, H] that the handle was made for"
+    array(name, data, meaning, shape, (data.dtype,), device, "the handle")
+
+
+def check_rows_back(name: str, rows: Any, handle: LazyTuple, num_rows: int) -> None:
+    """Rows of a combine."""
+    shape, device = (num_rows, handle.ep.config.hidden), handle.native.plan.returns.device
+    meaning = "the rows [N, H] that the dispatch brought"
+    array(name, rows, meaning, shape, FLOAT_DTYPES, device, "the handle")
 
 
 def told(handle: Any) -> str:

@@ -18,11 +18,12 @@ from torch import Tensor
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.elastic_inputs import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.inputs import REFUSED, whole
+from tokenyard.deep_ep.inputs import REFUSED, array, table, whole
 from tokenyard.deep_ep.lending import Domain, Message
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import MemoryGroup
+from tokenyard.types import INDEX_DTYPES
 
 # Memory for redundant experts
 
@@ -95,6 +96,9 @@ class BufferAllocator:
 
 
 # What moves
+
+
+_MAPPING = "int32 [ranks of the host, redundant slots]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +220,7 @@ class LoadBalance:
                 ("redundant_expert_grads", redundant_expert_grads),
                 ("expert_grads", expert_grads),
             ):
-                if not isinstance(value, Tensor) or value.dtype != torch.float32:  # pyright: ignore[reportUnnecessaryIsInstance]
-                    raise ValueError(f"{name} must be a float32 tensor [experts, hidden]")
-                if value.dim() != 2:
-                    raise ValueError(f"{name} has shape {list(value.shape)}, but must be 2-D")
+                table(name, value, "float32 [experts, hidden]", (torch.float32,))
             return [_pair("grads", redundant_expert_grads, expert_grads)]
 
         given = redundancy_mapping, num_sms, previous_event
@@ -250,7 +251,8 @@ class LoadBalance:
             event = event_of("previous_event", previous_event)
             known = pairs()
             whole("num_sms", num_sms)
-            _check_mapping(mapping, domain.size, known[0].slots.shape[0])
+            shape = domain.size, known[0].slots.shape[0]
+            array("redundancy_mapping", mapping, _MAPPING, shape, INDEX_DTYPES)
             wire = domain.wire(known[0].own.device)
         except REFUSED:
             domain.refuse()
@@ -348,17 +350,6 @@ def _check_alike(pairs: list[_Pair]) -> None:
                     f"{name}[{at}] has {mine.shape[0]} experts on {mine.device}, but {name}[0] "
                     f"{want.shape[0]} on {want.device}: they must be equal"
                 )
-
-
-def _check_mapping(mapping: Any, num_ranks: int, num_slots: int) -> None:
-    name = "redundancy_mapping"
-    if not isinstance(mapping, Tensor) or mapping.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be an int32 tensor [ranks of the host, redundant slots]")
-    if mapping.shape != (num_ranks, num_slots):
-        raise ValueError(
-            f"{name} has shape {list(mapping.shape)}, but must be [ranks of the host, redundant "
-            f"slots] = [{num_ranks}, {num_slots}]"
-        )
 
 
 def _experts(mapping: Tensor, num_experts: int) -> list[list[int]]:

@@ -174,15 +174,6 @@ class Natives:
         turns = _nearest(self._low, guess)
         return None if turns is None else next(turns.turns)
 
-    def whom_of(
-        self, handle: Any, kind: type[LazyTuple], last: ExpertParallel | None
-    ) -> ExpertParallel | None:
-        """The object of a ``handle`` of this ``kind``, or the ``last`` one called if it is bad."""
-        with suppress(ValueError):
-            handle = of_items(handle)
-        good = isinstance(handle, kind) and of_group(handle.ep, self._group)
-        return handle.ep if good else last
-
     def refused(
         self, error: Exception, ep: ExpertParallel | None, op: int, exact: bool = True
     ) -> Exception:
@@ -208,9 +199,15 @@ class Natives:
     def refused_with(
         self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
     ) -> Exception:
-        """The same of a call with a ``handle`` of this ``kind``."""
-        last = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
-        return self.refused(error, self.whom_of(handle, kind, last), op)
+        """The same of a call with a ``handle`` of this ``kind``; if it is bad, on the last object
+        called.
+        """
+        ep = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
+        with suppress(ValueError):
+            handle = of_items(handle)
+        if isinstance(handle, kind) and of_group(handle.ep, self._group):
+            ep = handle.ep
+        return self.refused(error, ep, op)
 
     # Making them
 

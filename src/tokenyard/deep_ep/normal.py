@@ -60,10 +60,7 @@ def check_dispatch(
                 "knows the routing"
             )
         known = inputs.check_handle(handle, NormalHandle, group)
-        shape = known.native.num_tokens, known.ep.config.hidden
-        meaning = "the shape [T, H] that the handle was made for"
-        inputs.array("x", data, meaning, shape, (data.dtype,))
-        _check_device(data, known)
+        inputs.check_rows_again("x", data, known)
         return alignment, worst, known
     if routing.per_expert is None:
         raise ValueError(
@@ -109,21 +106,11 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
         inputs.array("num_tokens_per_rdma_rank", routing.per_node, "[R / 8]", nodes, INDEX_DTYPES)
 
 
-def _check_device(x: Tensor, handle: NormalHandle) -> None:
-    device = handle.native.plan.returns.device
-    if x.device != device:
-        raise ValueError(
-            f"x is on {x.device}, but must be on {device}, as the handle is: move it there"
-        )
-
-
 def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
     """Rows, weights and bias of a combine; returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
     rows = native.num_rows if handle.cut_to is None else handle.cut_to
-    meaning = "the rows [N, H] that the dispatch brought"
-    inputs.array("x", x, meaning, (rows, config.hidden), FLOAT_DTYPES)
-    _check_device(x, handle)
+    inputs.check_rows_back("x", x, handle, rows)
     if topk_weights is not None:
         shape = rows, config.num_topk
         inputs.array("topk_weights", topk_weights, "[N, K]", shape, FLOAT_DTYPES, x.device)
@@ -185,10 +172,10 @@ def dispatch(
     shape = Layout.FLAT, not worst, 1, None
     recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
     native = recv.handle
-    handle = natives.kind.of(ep, native, in_ranks, topk_idx, num_sms)
+    cut_to = worst if worst and worst != native.num_rows else None
+    routed = {"in_ranks": in_ranks, "topk_idx": topk_idx, "num_sms": num_sms, "cut_to": cut_to}
+    handle: NormalHandle = natives.kind.around(ep, native, **routed)
     if worst:
-        if worst != native.num_rows:
-            handle.cut_to = worst
         return *_cut(recv, worst), [], handle
     if topk_idx is None:
         assert per_expert is not None

@@ -72,8 +72,8 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
             "pass them, or leave overlap out"
         )
     for name, each in ((asked.name, asked.signals), ("packed_recv_count", asked.counts)):
-        if each is not None and not each.is_contiguous():
-            raise ValueError(f"{name} must be contiguous: use .contiguous()")
+        if each is not None:
+            inputs.check_contiguous(name, each)
     if not (device.type == "cuda" and has_kernels(device.index)):
         _wait_on_host(asked)
     elif device.index in _LATE:
