@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from tokenyard.arguments import MOST_BYTES, MOST_PICKS, check_timeout
+from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
 from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_inputs, inputs
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.elastic_inputs import Routing, When
@@ -165,8 +165,8 @@ class CoreBuffer:
             whole("sl_idx", given["sl_idx"])
         default = HYBRID_QPS if self.allow_hybrid_mode else DIRECT_QPS
         self.num_allocated_qps = whole("num_allocated_qps", given["num_allocated_qps"]) or default
-        waits = [whole(name, given[name], 1) for name in list(PATIENCE)[:2]]
-        self._timeout = check_timeout(timeout_of(max(waits)))
+        names = "num_cpu_timeout_secs", "num_gpu_timeout_secs"
+        self._timeout = timeout_of(max(whole(n, given[n], 1, int(LONGEST)) for n in names))
 
     allow_hybrid_mode: bool
     allow_multiple_reduction: bool

@@ -303,13 +303,16 @@ def combine(
         summed: Any = handle.ep.combine(hidden, native, reduce_weights=there)
         combined, weights = summed.x, summed.topk_weights
     assert combined is not None and weights is not None
-    return combined, maps.to_experts(handle, weights)
+    return combined, maps.spread(handle.topk_idx, weights, (len(weights), handle.num_experts))
 
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
-    """Picks that suffice for any token of any rank; a power of two, so that objects are few."""
-    mine, shape = maps.most_picks(routing_map), (natives.world_size, COUNT_WORDS)
+    """Picks that suffice for any token of any rank; a power of two, so that objects are few. The
+    host waits.
+    """
+    mine = int(routing_map.sum(1).max()) if len(routing_map) else 0
     if natives.world_size > 1:
+        shape = natives.world_size, COUNT_WORDS
         table = torch.full(shape, mine, dtype=torch.int32, device=routing_map.device)
         mine = int(natives.swap(table).max())
     return power_of_two_at_least(max(mine, 1))

@@ -21,24 +21,19 @@ def indices_to_map(
             ``[T, E]``, 0 elsewhere) or None. Both on the device of ``topk_idx``.
     """
     shape = num_of_tokens, num_of_experts
-    routing_map = _spread(topk_idx, torch.ones_like(topk_idx, dtype=torch.bool), shape)
+    routing_map = spread(topk_idx, torch.ones_like(topk_idx, dtype=torch.bool), shape)
     if topk_weights is None:
         return routing_map, None
-    return routing_map, _spread(topk_idx, topk_weights.float(), shape)
+    return routing_map, spread(topk_idx, topk_weights.float(), shape)
 
 
-def _spread(topk_idx: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+def spread(topk_idx: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """``values [T, K]`` at their experts: ``[T, E]``, 0 elsewhere."""
     tokens, experts = shape
     table = torch.zeros(tokens, experts + 1, dtype=values.dtype, device=values.device)
     outside = (topk_idx < 0) | (topk_idx >= experts)  # a dispatch refuses these by name
     at = torch.where(outside, experts, topk_idx).long()
     return table.scatter_(1, at, values)[:, :experts].contiguous()
-
-
-def most_picks(routing_map: Tensor) -> int:
-    """The most experts that a token goes to. The host waits."""
-    return int(routing_map.sum(1).max()) if len(routing_map) else 0
 
 
 def picks_of(routing_map: Tensor, num_topk: int) -> Tensor:
@@ -105,8 +100,7 @@ class HybridHandle(LazyTuple):
             ends = arrived.expert_offsets[1:].long()
             ids = torch.searchsorted(ends, plan.slots.contiguous(), right=True)
             ids = torch.where(plan.slots < 0, -1, ids)
-        shape = ids.shape[0], local.num_local_experts
-        return _spread(ids, torch.ones_like(ids, dtype=torch.bool), shape)
+        return indices_to_map(ids, None, ids.shape[0], local.num_local_experts)[0]
 
     makers = (
         kernels_own,
@@ -150,11 +144,6 @@ class PermutedHandle(HybridHandle):
     )
 
 
-def to_experts(handle: HybridHandle, values: Tensor) -> Tensor:
-    """``values [T, K]`` of picks at their experts: ``[T, E]``, 0 elsewhere."""
-    return _spread(handle.topk_idx, values, (values.shape[0], handle.num_experts))
-
-
 def _ids_in_node(handle: HybridHandle) -> Tensor:
     """Experts of the rows that came, as counted in this rank's node; -1 for none: ``[N, K]``."""
     ids, config = handle.native.arrived.topk_idx, handle.config
@@ -166,7 +155,7 @@ def to_node(handle: HybridHandle, values: Tensor) -> Tensor:
     """``values [N, K]`` of rows at this node's experts: ``[N, L * ranks]``, 0 on others' ranks."""
     config = handle.config
     width = config.num_of_experts_per_rank * config.num_of_ranks_per_node
-    return _spread(_ids_in_node(handle), values, (values.shape[0], width))
+    return spread(_ids_in_node(handle), values, (values.shape[0], width))
 
 
 def from_node(handle: HybridHandle, table: Tensor) -> Tensor:

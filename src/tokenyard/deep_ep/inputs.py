@@ -144,6 +144,12 @@ def array(
     return value
 
 
+def check_dtype(dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")
+    return dtype
+
+
 def check_contiguous(name: str, value: Tensor) -> None:
     if not value.is_contiguous():
         raise ValueError(

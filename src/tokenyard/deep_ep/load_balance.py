@@ -18,8 +18,9 @@ from torch import Tensor
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.elastic_inputs import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.inputs import REFUSED, array, table, whole
+from tokenyard.deep_ep.inputs import REFUSED, array, check_dtype, table, whole
 from tokenyard.deep_ep.lending import Domain, Message
+from tokenyard.deep_ep.runtime import memory
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.memory.symmetric import MemoryGroup
@@ -65,8 +66,7 @@ class BufferAllocator:
                 "allocate() after the plan was given its memory: plan all tensors, then make the "
                 "buffer"
             )
-        if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")
+        check_dtype(dtype)
         given: Any = [shape] if isinstance(shape, int) else shape
         sizes = [whole("shape", each, 0, MOST_BYTES) for each in given]
         tensor = torch.empty(sizes, dtype=dtype, device="meta")
@@ -141,9 +141,7 @@ class LoadBalance:
         self.num_lb_bytes = self.check_plan(plan)
         if not self.num_lb_bytes and not isinstance(plan, BufferAllocator):
             return
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with torch.inference_mode(False):  # kept for writes outside of it too
-            self.lb_storage = torch.zeros(self.num_lb_bytes, dtype=torch.uint8, device=device)
+        self.lb_storage = memory(self.num_lb_bytes)
         if isinstance(plan, BufferAllocator):
             plan.materialize(self.lb_storage)
 

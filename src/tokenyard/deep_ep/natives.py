@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
-from tokenyard.arguments import LONGEST
+from tokenyard.arguments import LONGEST, check_timeout
 from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, kind_for, of_items
 from tokenyard.deep_ep.inputs import of_group
@@ -310,12 +310,11 @@ def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
 
 def timeout_of(default: float) -> float:
     """Seconds that a silent rank is waited for."""
-    text, seconds = os.environ.get(TIMEOUT_VARIABLE, default), 0.0
-    with suppress(ValueError):
-        seconds = float(text)
-    if not 0 < seconds <= LONGEST:
+    text = os.environ.get(TIMEOUT_VARIABLE, default)
+    try:
+        return check_timeout(float(text))
+    except ValueError:
         raise ValueError(
             f"{TIMEOUT_VARIABLE} ({text!r}) must be a positive number of seconds, at most "
             f"{LONGEST:.0f}"
-        )
-    return seconds
+        ) from None

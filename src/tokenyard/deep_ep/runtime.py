@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, num_nodes
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import check_dtype, flag, whole
 from tokenyard.deep_ep.streams import Streams
 
 
@@ -54,10 +54,8 @@ class Scratch:
     def tensor(self, dtype: Any, size: Any, offset: Any, use_rdma_buffer: Any) -> Tensor:
         """``size`` elements (None: all that follow) from element ``offset``, if there are."""
         rdma = flag("use_rdma_buffer", use_rdma_buffer)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype ({dtype!r}) must be a torch.dtype")
         num_bytes = self._num_bytes[rdma]
-        room = num_bytes // dtype.itemsize
+        room = num_bytes // check_dtype(dtype).itemsize
         begin = whole("offset", offset, 0, room, f", the elements of {dtype} in {num_bytes} bytes")
         shape = torch.Size([room - begin] if size is None else _checked(size))
         if shape.numel() > room - begin:
@@ -66,13 +64,20 @@ class Scratch:
                 f"{dtype}, but the {num_bytes} bytes of this buffer have {room - begin} there: "
                 f"make Buffer with more {'num_rdma_bytes' if rdma else 'num_nvl_bytes'}"
             )
-        held = self._held.get(rdma)
-        if held is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            with torch.inference_mode(False):  # kept for writes outside of it too
-                held = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            self._held[rdma] = held
-        return held[: room * dtype.itemsize].view(dtype)[begin:][: shape.numel()].view(shape)
+        if rdma not in self._held:
+            self._held[rdma] = memory(num_bytes)
+        return (
+            self._held[rdma][: room * dtype.itemsize]
+            .view(dtype)[begin:][: shape.numel()]
+            .view(shape)
+        )
+
+
+def memory(num_bytes: int) -> Tensor:
+    """Zeros, uint8 ``[num_bytes]``, on the current GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.inference_mode(False):  # kept for writes outside of it too
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _checked(size: Any) -> list[int]:
