@@ -16,7 +16,7 @@ import tokenyard as ty
 from elastic_calls_of import KINDS, fresh, made, world_of
 from nvlink_pool import without_devices
 from tokenyard import deep_ep
-from tokenyard.deep_ep import elastic_facts, elastic_inputs, natives
+from tokenyard.deep_ep import elastic_calls, elastic_facts, natives
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
 from tokenyard.deep_ep.ep_buffer import EPBuffer
@@ -361,17 +361,17 @@ def test_what_a_call_waits_for() -> None:
     log: list[str] = []
     first, second = Point(log, "first"), Point(log, "second")
     for given in (None, EventOverlap()):
-        assert elastic_inputs.check_when((given, None, True, True)) == (True, None)
+        assert elastic_calls.check_when((given, None, True, True)) == (True, None)
     for event in (first, EventOverlap(first)):
-        later, after = elastic_inputs.check_when((event, None, False, None))
+        later, after = elastic_calls.check_when((event, None, False, None))
         assert not later and after is not None and after.event is first
-    later, after = elastic_inputs.check_when((first, EventOverlap(second), 1, False))
+    later, after = elastic_calls.check_when((first, EventOverlap(second), 1, False))
     assert later and after is not None and after.event is not None
     after.event.wait_on("comm")
     after.current_stream_wait()
     assert log == ["comm: first", "comm: second", "first", "second"]
-    _, after = elastic_inputs.check_when((None, second, True, False))  # and the stream as it is now
-    assert after is not None and isinstance(after.event, elastic_inputs.Both)
+    _, after = elastic_calls.check_when((None, second, True, False))  # and the stream as it is now
+    assert after is not None and isinstance(after.event, elastic_calls.Both)
     here, there = after.event._pair  # pyright: ignore[reportPrivateUsage]
     assert type(here) is EventHandle and there is second
 

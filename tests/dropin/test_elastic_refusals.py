@@ -265,6 +265,7 @@ CONSTRUCTOR: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"num_allocated_qps": -1}, ValueError, ("num_allocated_qps (-1)",)),
     ({"num_cpu_timeout_secs": 0}, ValueError, ("num_cpu_timeout_secs (0)",)),
     ({"num_gpu_timeout_secs": None}, ValueError, ("num_gpu_timeout_secs",)),
+    ({"num_gpu_timeout_secs": 2 * 10**9}, ValueError, ("num_gpu_timeout_secs (2", "1000000000")),
     *(
         ({name: "no"}, ValueError, (name, "True or False"))
         for name in ("use_fp8_dispatch", "deterministic", "allow_hybrid_mode", "explicitly_destroy")

@@ -267,10 +267,9 @@ class Buffer(decode.LowLatencyState):
             raise natives.refused_with(error, handle, NormalHandle, COMBINE) from None
         natives.last_normal = known.ep
         arguments = x, known, topk_weights, terms
-        (combined, weights), event = self._streams.run(
-            normal.combine, arguments, x, previous_event, later, known
-        )
-        return combined, weights, event
+        run = self._streams.run
+        result, event = run(normal.combine, arguments, x, previous_event, later, known)
+        return *result, event
 
     internode_dispatch = dispatch
     internode_combine = combine

@@ -1,25 +1,229 @@
-"""Dispatch and combine of DeepEP's V2 buffers on the native calls."""
+"""Dispatch and combine of DeepEP's V2 buffers on the native calls: checks first (see ``inputs``),
+then what is exchanged.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard import autograd, gradients
-from tokenyard.deep_ep import native_calls, normal
+from tokenyard.arguments import MOST_EXPERTS
+from tokenyard.deep_ep import decode, inputs, native_calls, normal
+from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, keep_psums, most_rows
-from tokenyard.deep_ep.elastic_inputs import Routing
+from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.inputs import array, flag, likely, whole
+from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.normal import Rows
+from tokenyard.header import DISPATCH
 from tokenyard.results import Received
-from tokenyard.types import Layout
+from tokenyard.types import FLOAT_DTYPES, Layout
 
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
+When = tuple[Any, Any, Any, Any]
+"""``previous_event, previous_event_before_epilogue, async_with_compute_stream,
+allocate_on_comm_stream`` as given."""
+
+
+class Routing(NamedTuple):
+    """What a dispatch was given besides rows, a handle and flags."""
+
+    topk_idx: Any
+    topk_weights: Any
+    stats: Any
+    num_experts: Any
+    most: Any
+    alignment: Any
+    num_sms: Any
+    num_qps: Any
+
+
+class Both(EventHandle):
+    __slots__ = ("_pair",)
+
+    def __init__(self, *pair: EventHandle) -> None:
+        self._event, self._pair = None, pair
+
+    def current_stream_wait(self) -> None:
+        for each in self._pair:
+            each.current_stream_wait()
+
+    def wait_on(self, stream: Any) -> None:
+        for each in self._pair:
+            each.wait_on(stream)
+
+
+def check_when(when: When) -> tuple[bool, EventOverlap | None]:
+    """Whether a call is asynchronous, and what it waits for."""
+    previous, before_epilogue, later, allocate = when
+    if allocate is not False and allocate is not True:
+        flag("allocate_on_comm_stream", allocate)
+    later = flag("async_with_compute_stream", later)
+    if previous is None and before_epilogue is None:
+        return later, None
+    first = event_of("previous_event", previous)
+    second = event_of("previous_event_before_epilogue", before_epilogue)
+    if second is None:
+        return later, None if first is None else EventOverlap(first)
+    return later, EventOverlap(Both(first or EventHandle(), second))
+
+
+def event_of(name: str, given: Any) -> EventHandle | None:
+    if isinstance(given, EventOverlap):
+        return given.event
+    if given is not None and not isinstance(given, EventHandle):
+        raise ValueError(
+            f"{name} ({given!r}) must be an EventHandle, such as capture() returns, an "
+            f"EventOverlap, or None"
+        )
+    return given
+
+
+def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
+    """Make each a bool; None means the default. ``later``: of an asynchronous call."""
+    for name, value in flags.items():
+        if value is not False and value is not True and value is not None:
+            flags[name] = flag(name, value)
+    if not copies_handles and flags["do_handle_copy"]:
+        raise ValueError("do_handle_copy (True) must be False, as in DeepEP V2.5: clone topk_idx")
+    check_deferred(flags.get("defer_epilogue"), later)
+
+
+def check_deferred(defers: Any, later: bool) -> bool:
+    """Whether a call returns its event alone."""
+    if not defers:
+        return flag("defer_epilogue", defers)
+    if flag("defer_epilogue", defers) and not later:
+        raise ValueError("defer_epilogue (True) needs async_with_compute_stream=True")
+    return True
+
+
+def check_sms(num_sms: Any, num_qps: Any) -> int:
+    """Multiprocessors of a call, 0 for the default; queue pairs change nothing."""
+    whole("num_qps", num_qps)
+    return whole("num_sms", num_sms, 0, MOST_SMS)
+
+
+def check_fresh(
+    natives: Natives, data: Tensor, routing: Routing, most: int, flags: Mapping[str, Any]
+) -> Shape:
+    """Look at all that routes ``data``. ``most``: tokens per rank, if the call does not say."""
+    num_sms = check_sms(routing.num_sms, routing.num_qps)
+    if routing.topk_idx is None:
+        raise ValueError(
+            "topk_idx is missing: pass it (and topk_weights, if there are any), or handle= of an "
+            "earlier dispatch"
+        )
+    inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
+    if routing.num_experts is None:
+        raise ValueError(
+            "num_experts is missing: pass it, or handle= of an earlier dispatch, which knows it"
+        )
+    experts = whole("num_experts", routing.num_experts, 1, MOST_EXPERTS)
+    if routing.most is not None:
+        most = whole("num_max_tokens_per_rank", routing.most, 1)
+    if not most:
+        raise ValueError(
+            "num_max_tokens_per_rank is missing: pass it here or to the constructor, the same on "
+            "all ranks"
+        )
+    inputs.check_tokens(data, "num_max_tokens_per_rank", most)
+    alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
+    if routing.stats is not None:
+        sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
+        decode.check_stats(natives, sizes, routing.stats, None)
+    expands, exact = bool(flags["do_expand"]), flags["do_cpu_sync"] is not False
+    return Shape(experts, alignment, most, num_sms, expands, exact)
+
+
+def check_cached(
+    handle: Any,
+    kind: type[CoreHandle],
+    data: Tensor,
+    routing: Routing,
+    flags: Mapping[str, Any],
+    group: Any,
+) -> CoreHandle:
+    """A cached dispatch: its routing from a ``handle`` of this ``kind``, perhaps new weights."""
+    if routing.topk_idx is not None:
+        raise ValueError(
+            "topk_idx given together with handle: leave it out, the handle knows the routing"
+        )
+    check_handle(handle, kind, group)
+    check_sms(routing.num_sms, routing.num_qps)
+    for name, given in (
+        ("num_experts", routing.num_experts),
+        ("expert_alignment", routing.alignment),
+        ("num_max_tokens_per_rank", routing.most),
+    ):
+        known = getattr(handle, name)
+        if given is not None and whole(name, given, 1) != known:
+            raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
+    inputs.check_rows_again("x", data, handle.inner)
+    if routing.topk_weights is not None:
+        picks = data.shape[0], handle.inner.ep.config.num_topk
+        meaning = "[T, K], as the topk_idx of the handle"
+        array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, data.device)
+    if flags["do_cpu_sync"]:
+        raise ValueError(
+            "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
+        )
+    if bool(flags["do_expand"]) is not handle.do_expand:
+        raise ValueError(
+            f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
+            f"dispatch that made the handle"
+        )
+    return handle
+
+
+def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
+    """A handle that a dispatch of this generation returned, whose buffer lives."""
+    if not isinstance(handle, kind):
+        given = inputs.told(handle)
+        raise ValueError(f"handle must be the EPHandle that {kind.source} returned, not {given}")
+    inputs.check_handle(handle.inner, NormalHandle, group)
+
+
+def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
+    """Rows, weights and bias of a combine; returns the terms of the bias."""
+    if not handle.do_expand:
+        return normal.check_combine(x, handle.inner, topk_weights, bias)
+    terms = normal.check_combine(x, handle.inner, None, bias)
+    if topk_weights is not None:
+        meaning = "[rows], one for each of x, as do_expand returned them"
+        array("topk_weights", topk_weights, meaning, (x.shape[0],), FLOAT_DTYPES, x.device)
+    return terms
+
+
+# Of a rank that refuses its arguments
+
+
+def refused(
+    natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
+) -> Exception:
+    """Tell ranks in a fresh dispatch; returns the error to raise. ``most``: their likely tokens."""
+    data = inputs.rows_of(x)
+    guess = (
+        inputs.columns(data),
+        likely("num_experts", routing.num_experts, error, MOST_EXPERTS),
+        inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights),
+        most if exact else likely("num_max_tokens_per_rank", routing.most or most, error),
+        inputs.place(data),
+    )
+    return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
+
+
+# Calls
+
 Dispatched = tuple[
-    Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
+    normal.Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
 ]
 """Rows, ids, weights, what calls are made with, the handle around it, its copies of ids."""
 
@@ -27,7 +231,7 @@ Dispatched = tuple[
 def dispatch(
     natives: Natives,
     object_tokens: int,
-    rows: tuple[Tensor, Tensor | None],
+    rows: Rows,
     routing: Routing,
     shape: Shape,
     by_column: bool,
@@ -69,12 +273,12 @@ def dispatch(
 
 
 def redispatch(
-    rows: tuple[Tensor, Tensor | None],
+    rows: Rows,
     inner: NormalHandle,
     weights: Tensor | None,
     received: ReceivedIds,
     by_column: bool,
-) -> tuple[Rows, Tensor | None, Tensor | None]:
+) -> tuple[normal.Rows, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
     ep, native = inner.ep, inner.native
     recv = native_calls.dispatch(ep, rows, known=native)
@@ -95,7 +299,7 @@ def combine(
     return autograd.combine(native_calls.along(inner), x, None, reduce, terms)
 
 
-def _rows(recv: Received, by_column: bool) -> Rows:
+def _rows(recv: Received, by_column: bool) -> normal.Rows:
     """``by_column``: scales ``[rows, S]`` so, columns a multiple of 16 bytes apart."""
     scales = recv.scales
     if scales is None or not by_column:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
-from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_inputs, inputs
+from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
+from tokenyard.deep_ep.elastic_calls import Routing, When
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
-from tokenyard.deep_ep.elastic_inputs import Routing, When
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import flag, whole
@@ -285,15 +285,15 @@ class CoreBuffer:
         known: CoreHandle | None = None
         try:
             with DisableTorchFunction():
-                later, after = elastic_inputs.check_when(when)
-                elastic_inputs.check_flags(flags, later, self._copies_handles)
+                later, after = elastic_calls.check_when(when)
+                elastic_calls.check_flags(flags, later, self._copies_handles)
                 rows = inputs.check_rows(x)
                 if handle is None:
                     most = self.num_max_tokens_per_rank
-                    shape = elastic_inputs.check_fresh(natives, rows[0], routing, most, flags)
+                    shape = elastic_calls.check_fresh(natives, rows[0], routing, most, flags)
                 else:
                     given = handle, self._kind, rows[0], routing, flags
-                    known = elastic_inputs.check_cached(*given, self.group)
+                    known = elastic_calls.check_cached(*given, self.group)
         except inputs.REFUSED as error:
             raise self._refused(error, x, handle, routing, flags) from None
         run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
@@ -325,7 +325,7 @@ class CoreBuffer:
             return self._refused_known(error, handle, CACHED)
         exact = flags["do_cpu_sync"] is not False
         most = self._object_tokens()
-        return elastic_inputs.refused(self._natives, error, x, routing, exact, most)
+        return elastic_calls.refused(self._natives, error, x, routing, exact, most)
 
     def _refused_known(self, error: Exception, handle: Any, op: int) -> Exception:
         """Of a call with a handle, whose object other ranks call if it is one of this kind."""
@@ -345,17 +345,15 @@ class CoreBuffer:
         natives = self._natives.check_open()
         try:
             with DisableTorchFunction():
-                later, after = elastic_inputs.check_when(when)
-                elastic_inputs.check_sms(*sms)
-                elastic_inputs.check_deferred(defers, later)
-                elastic_inputs.check_handle(handle, self._kind, self.group)
-                terms = elastic_inputs.check_combine(x, handle, topk_weights, bias)
+                later, after = elastic_calls.check_when(when)
+                elastic_calls.check_sms(*sms)
+                elastic_calls.check_deferred(defers, later)
+                elastic_calls.check_handle(handle, self._kind, self.group)
+                terms = elastic_calls.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
             raise self._refused_known(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
         given = x, inner, topk_weights, terms
-        (combined, weights), event = self._streams.run(
-            elastic_calls.combine, given, x, after, later, inner
-        )
-        return combined, weights, event
+        result, event = self._streams.run(elastic_calls.combine, given, x, after, later, inner)
+        return *result, event

@@ -4,6 +4,7 @@ and NeMo Automodel call it.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,14 +14,7 @@ from torch._C import DisableTorchFunction
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import hybrid_calls as calls
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.hybrid_config import (
-    BufferConfig,
-    Configurer,
-    changed,
-    check_old,
-    ranks_per_node,
-    sms,
-)
+from tokenyard.deep_ep.hybrid_config import BufferConfig, changed, check_old, ranks_per_node, sms
 from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle, indices_to_map
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
@@ -91,7 +85,7 @@ class HybridEPBuffer:
         )
         self.local_rank, self.node_rank = self.rank % per_node, self.rank // per_node
         self.num_of_nodes, self.use_fp8 = config.num_of_nodes, config.use_fp8
-        self.config, self.configurer = config, Configurer(config)
+        self.config, self.configurer = config, SimpleNamespace(buffer_config=config)
         self._streams = Streams()
         self._natives = Natives(group, self.rank, self.group_size, 0)
 

@@ -37,13 +37,6 @@ class BufferConfig:
     pad_multiple: int = 0
 
 
-@dataclass(frozen=True)
-class Configurer:
-    """Holds the config where newer versions of the branch have it."""
-
-    buffer_config: BufferConfig
-
-
 def ranks_per_node(given: Mapping[str, Any], num_ranks: int) -> int:
     """Of the options ``given``, or 8 if that divides the ranks, or all."""
     asked = next((given[name] for name in NODE if given.get(name) is not None), None)

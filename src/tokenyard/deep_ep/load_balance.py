@@ -8,15 +8,14 @@ of each rank, -1 for none. Experts are counted within the host, L per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
-from tokenyard.deep_ep.elastic_inputs import event_of
+from tokenyard.deep_ep.elastic_calls import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import REFUSED, array, check_dtype, table, whole
 from tokenyard.deep_ep.lending import Domain, Message
@@ -101,8 +100,7 @@ class BufferAllocator:
 _MAPPING = "int32 [ranks of the host, redundant slots]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """Redundant slots ``[C, bytes]`` of this rank and its own experts ``[L, bytes]``, as uint8."""
 
     slots: Tensor
@@ -267,8 +265,7 @@ class LoadBalance:
             _move(domain, wire, known, rows, adds)
 
         after = None if event is None else EventOverlap(event)
-        tensors = [part for pair in known for part in (pair.slots, pair.own)]
-        return self._streams.run(run, (mapping, *tensors), known[0].own, after, True)[1]
+        return self._streams.run(run, (mapping, *known), known[0].own, after, True)[1]
 
 
 def _move(domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: Any, adds: bool) -> None:
