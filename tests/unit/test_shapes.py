@@ -68,6 +68,17 @@ def test_chunks_are_of_some_size_and_few(row_bytes: int, tokens: int, rows: int)
     assert -(-tokens // rows) <= CHUNKS
 
 
+@pytest.mark.parametrize(("num_sms", "ranks", "tokens"), [(1, 2, 1), (1, 4, 1), (100, 400, 128)])
+def test_low_latency_has_a_program_for_each_rank(num_sms: int, ranks: int, tokens: int) -> None:
+    """At least: one tells each rank its counts. A multiprocessor holds four; one rank more is
+    refused.
+    """
+    tuning = low_latency_workspace.low_latency_tuning(num_sms, ranks, tokens)
+    assert ranks <= tuning.programs <= SLOTS * num_sms * 8 // tuning.num_warps
+    with pytest.raises(ValueError, match=rf"num_sms \({num_sms}\) must be at least {num_sms + 1} "):
+        low_latency_workspace.low_latency_tuning(num_sms, 4 * num_sms + 1, tokens)
+
+
 def test_at_most_half_is_spared() -> None:
     assert [Request(spare_sms=spare).sms(16)[0] for spare in (None, 1, 8, 100)] == [16, 15, 8, 8]
 

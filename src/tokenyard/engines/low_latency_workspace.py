@@ -51,12 +51,12 @@ def low_latency_tuning(num_sms: int, num_ranks: int, max_tokens: int) -> LowLate
     """Two programs of 8 warps on each multiprocessor; four of 4 warps if there are more slots than
     that, because a program takes one slot. Rows are divided into as many parts as there are
     programs for, besides those that count. ValueError: too few multiprocessors."""
-    if 2 * num_sms < num_ranks:
-        raise ValueError(
-            f"num_sms ({num_sms}) must be at least {-(-num_ranks // 2)} for {num_ranks} ranks"
-        )
     many = num_ranks * max_tokens > 2 * num_sms
     programs, num_warps = (4 * num_sms, 4) if many else (2 * num_sms, 8)
+    if programs < num_ranks:
+        raise ValueError(
+            f"num_sms ({num_sms}) must be at least {-(-num_ranks // 4)} for {num_ranks} ranks"
+        )
     parts = max(n for n in (1, 2, 4, 8) if n == 1 or n * max_tokens <= programs - num_ranks)
     pieces = min(parts, cast("int", memory_map.PIECES.value))
     return LowLatencyTuning(programs=programs, num_warps=num_warps, pieces=pieces, shares=parts)
