@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.low_latency_far import count_packed, first_put, is_far, tell_or_put, via_of
+from tokenyard.kernels.low_latency_far import (
+    count_packed, first_put, is_far, next_of, tell_or_put, via_of,
+)  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
     ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, staged_of,
     weight_of, with_call,
@@ -173,11 +175,18 @@ def _sum_of_nodes(sums, got, w, call, k: tl.constexpr):
     sizes: tl.constexpr = k.sizes
     P: tl.constexpr = sizes.per_node
     r, me = tl.arange(0, sizes.rank_bins), call.rank
+    NODES: tl.constexpr = sizes.ranks // P
+    MOST: tl.constexpr = sizes.topk + 1  # nodes of a token, and mine
     own = tl.zeros((k.added_block,), tl.float32)
     for i in tl.static_range(P):
         own = own + load_sum_of(r == me // P * P + i, sums, got, w, k)
-    total = tl.zeros((k.added_block,), tl.float32)
-    for n in tl.static_range(sizes.ranks // P):
+    total, rail = tl.zeros((k.added_block,), tl.float32), -1
+    for i in tl.static_range(min(NODES, MOST)):
+        if NODES <= MOST:
+            n = i
+        else:
+            rail = next_of(r, (r == me) | ((r // P != me // P) & (got > 0)), rail, sizes.rank_bins)
+            n = rail // P
         node = own.to(k.dtype).to(tl.float32)
         if n != me // P:
             node = load_sum_of(r == n * P + me % P, sums, got, w, k)
@@ -189,10 +198,16 @@ def _sum_of_nodes(sums, got, w, call, k: tl.constexpr):
 def _sum_of_ranks(mine, sums, got, t, w, call, k: tl.constexpr):
     """Channels ``w`` of token ``t``: the sums of the ranks that it ``got [rank_bins]``, added.
     ``mine``: this rank's region; ``sums``: addresses, if ranks may be far."""
+    R: tl.constexpr = k.sizes.ranks
+    MOST: tl.constexpr = k.sizes.topk
     r = tl.arange(0, k.sizes.rank_bins)
-    total = tl.zeros((k.added_block,), tl.float32)
-    for d in tl.static_range(k.sizes.ranks):
-        there = tl.sum(tl.where(r == d, got, 0)) > 0
+    total, d = tl.zeros((k.added_block,), tl.float32), -1
+    for i in tl.static_range(min(R, MOST)):
+        if R <= MOST:
+            d, there = i, tl.sum(tl.where(r == i, got, 0)) > 0
+        else:
+            d = next_of(r, got > 0, d, R)
+            there = d < R
         slot = slot_of(mine, call.parity, d, t, k.sizes)
         if k.sizes.far:
             slot = tl.sum(tl.where(r == d, sums, 0))

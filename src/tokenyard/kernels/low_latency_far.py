@@ -76,6 +76,16 @@ def is_far(state, rank, sizes: tl.constexpr):
 
 
 @triton.jit
+def next_of(places, chosen, last, none: tl.constexpr):
+    """The least of ``places [n]`` above ``last``, of those ``chosen``; ``none`` if there is none.
+
+    Of many ranks a token goes to few: who goes from one to the next takes as many steps as it has
+    picks.
+    """
+    return tl.min(tl.where(chosen & (places > last), places, none))
+
+
+@triton.jit
 def via_of(rank, me, sizes: tl.constexpr):
     """Where rows for ``rank``, or each of a tensor of ranks, are sent: there, or once per node
     (``kernels/low_latency_rail.py``)."""

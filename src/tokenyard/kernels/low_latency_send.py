@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.low_latency_far import (
-    count_packed, is_far, of_ranks, put_far, takes_rows, via_of, wait_packed,
+    count_packed, is_far, next_of, of_ranks, put_far, takes_rows, via_of, wait_packed,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
     BAD_AT, BAD_VALUE, ROWS, STATUS, arrival_of, count_of, counts_out_of, flag_of, numbers_of,
@@ -269,10 +269,17 @@ def _store_part(v, scale, first, at, goes, slots, me, k: tl.constexpr):
     N: tl.constexpr = row.words
     bits: tl.constexpr = row.word_bits
     block: tl.constexpr = at.shape[0]
-    r = tl.arange(0, k.sizes.rank_bins)
-    for i in tl.static_range(k.sizes.ranks):
-        d = (me + i) % k.sizes.ranks
-        if tl.sum(tl.where(r == d, goes, 0)) > 0:
+    R: tl.constexpr = k.sizes.ranks
+    MOST: tl.constexpr = k.sizes.topk
+    r, turn = tl.arange(0, k.sizes.rank_bins), -1
+    for i in tl.static_range(min(R, MOST)):
+        if R <= MOST:
+            d = (me + i) % R
+            there = tl.sum(tl.where(r == d, goes, 0)) > 0
+        else:
+            turn = next_of((r + R - me) % R, goes > 0, turn, R)
+            d, there = (me + turn) % R, turn < R
+        if there:
             slot = tl.sum(tl.where(r == d, slots, 0))
             if k.cast.mode:
                 store_cast(
