@@ -270,7 +270,11 @@ RAIL = {
     ),
     "rail: sums without the last node": _rail(
         "last token",
-        rewrite("tl.static_range(all_ // in_)", "tl.static_range(all_ // in_ - 1)", "sum_of_nodes"),
+        rewrite(
+            "tl.static_range(min(all_, most_))",
+            "tl.static_range(min(all_, most_) - 1)",
+            "sum_of_nodes",
+        ),
     ),
     "rail: staging with one half only": _rail("reused too early", _ONE_STAGE, within=80, hint=70),
     "rail: slots with one half only": _rail(
