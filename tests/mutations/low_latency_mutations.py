@@ -242,6 +242,9 @@ RAIL = {
         within=20,
         hint=9,
     ),
+    "many: a rank is gone to again": _mutation(
+        "wrong rank", rewrite("places_ > last_", "places_ >= last_", "next_of"), part="many"
+    ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
     ),
@@ -271,8 +274,8 @@ RAIL = {
     "rail: sums without the last node": _rail(
         "last token",
         rewrite(
-            "tl.static_range(min(all_, most_))",
-            "tl.static_range(min(all_, most_) - 1)",
+            "tl.static_range(all_ if few_ else most_)",
+            "tl.static_range((all_ if few_ else most_) - 1)",
             "sum_of_nodes",
         ),
     ),

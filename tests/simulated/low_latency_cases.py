@@ -54,6 +54,8 @@ class Scenario:
     """Rows cross once per node."""
     put_bytes: int = 1
     """Of a chunk for a far rank, which has a row at least."""
+    unrolled: int = 8
+    """Ranks or nodes from which on programs go through those of a token only."""
 
     @property
     def tuning(self) -> LowLatencyTuning:
@@ -69,6 +71,7 @@ class Scenario:
             shares=most,
             once_per_node=self.once,
             put_bytes=self.put_bytes,
+            unrolled=self.unrolled,
         )
 
     @property
@@ -118,6 +121,7 @@ def draw(world_size: int, seed: int, wide: bool = False) -> Scenario:
         pieces=random.choice((1, 2)),
         shares=random.choice((1, 2, 2, 4, 8)),
         rounds=(),
+        unrolled=(1, 8)[(seed + world_size) % 2],
     )
     rounds = [
         _round(scenario, random, 4 * seed + i)
@@ -163,7 +167,8 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
 
 def rehearsal(seed: int, part: str = "rings") -> Scenario:
     """Two ranks whose calls follow each other closely, with other picks and weights each time.
-    ``part`` "far": through the simulated network; "rail": four, whose rows cross once per node."""
+    ``part`` "far": through the simulated network; "rail": four, whose rows cross once per node;
+    "many": as if there were more ranks than a token has picks."""
     size = 4 if part == "rail" else 2
     case = Case(
         size,
@@ -198,6 +203,7 @@ def rehearsal(seed: int, part: str = "rings") -> Scenario:
         programs=size + 1,
         rounds=rounds,
         put_bytes=(1, 250)[seed % 2],
+        unrolled=1 if part == "many" else 8,
     )
     if part == "rail":
         return replace(scenario, per_node=2, once=True, rounds=rounds[:4])

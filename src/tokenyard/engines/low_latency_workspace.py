@@ -40,6 +40,7 @@ class LowLatencyTuning:
     # of a token's channels, each added by a program of its own: a power of two up to ``programs``
     shares: int = 1
     once_per_node: bool = False  # a token crosses to each node, not to each of its ranks there
+    unrolled: int = 8  # see ``Sizes``; as many as there may be on one host
     put_bytes: int = 1 << 15  # of rows or sums for a far rank, which one program puts
 
     def chunk_rows(self, row_bytes: int, max_tokens: int) -> int:
@@ -171,6 +172,7 @@ class Workspace:
             local_experts=config.most_local_experts, slot_bytes=slot_bytes,
             region=self._laid_out(slot_bytes)[0], state=state_at, far=far,
             network=far and memory.ranks_per_node > 0, per_node=self.per_node, early=memory.early,
+            unrolled=self.tuning.unrolled,
         )  # fmt: skip
 
     def _first_state(self, far: list[bool], num_words: int) -> torch.Tensor:

@@ -176,13 +176,13 @@ def _sum_of_nodes(sums, got, w, call, k: tl.constexpr):
     P: tl.constexpr = sizes.per_node
     r, me = tl.arange(0, sizes.rank_bins), call.rank
     NODES: tl.constexpr = sizes.ranks // P
-    MOST: tl.constexpr = sizes.topk + 1  # nodes of a token, and mine
+    FEW: tl.constexpr = sizes.unrolled >= NODES
     own = tl.zeros((k.added_block,), tl.float32)
     for i in tl.static_range(P):
         own = own + load_sum_of(r == me // P * P + i, sums, got, w, k)
     total, rail = tl.zeros((k.added_block,), tl.float32), -1
-    for i in tl.static_range(min(NODES, MOST)):
-        if NODES <= MOST:
+    for i in tl.static_range(NODES if FEW else min(NODES, sizes.topk + 1)):  # a token's, and mine
+        if FEW:
             n = i
         else:
             rail = next_of(r, (r == me) | ((r // P != me // P) & (got > 0)), rail, sizes.rank_bins)
@@ -199,11 +199,11 @@ def _sum_of_ranks(mine, sums, got, t, w, call, k: tl.constexpr):
     """Channels ``w`` of token ``t``: the sums of the ranks that it ``got [rank_bins]``, added.
     ``mine``: this rank's region; ``sums``: addresses, if ranks may be far."""
     R: tl.constexpr = k.sizes.ranks
-    MOST: tl.constexpr = k.sizes.topk
+    FEW: tl.constexpr = k.sizes.unrolled >= R
     r = tl.arange(0, k.sizes.rank_bins)
     total, d = tl.zeros((k.added_block,), tl.float32), -1
-    for i in tl.static_range(min(R, MOST)):
-        if R <= MOST:
+    for i in tl.static_range(R if FEW else min(R, k.sizes.topk)):
+        if FEW:
             d, there = i, tl.sum(tl.where(r == i, got, 0)) > 0
         else:
             d = next_of(r, got > 0, d, R)

@@ -80,6 +80,7 @@ class Sizes(NamedTuple):
     far: bool  # some ranks are reached by puts
     network: bool  # which NVSHMEM makes; else they go through pointers
     per_node: int  # ranks of a node, where rows cross once per node (``low_latency_rail.py``); or 0
+    unrolled: int  # of more ranks or nodes, programs go through those that a token goes to
     early: bool  # programs may be set up while the launch before still runs
 
 

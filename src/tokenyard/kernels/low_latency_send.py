@@ -270,10 +270,10 @@ def _store_part(v, scale, first, at, goes, slots, me, k: tl.constexpr):
     bits: tl.constexpr = row.word_bits
     block: tl.constexpr = at.shape[0]
     R: tl.constexpr = k.sizes.ranks
-    MOST: tl.constexpr = k.sizes.topk
+    FEW: tl.constexpr = k.sizes.unrolled >= R
     r, turn = tl.arange(0, k.sizes.rank_bins), -1
-    for i in tl.static_range(min(R, MOST)):
-        if R <= MOST:
+    for i in tl.static_range(R if FEW else min(R, k.sizes.topk)):
+        if FEW:
             d = (me + i) % R
             there = tl.sum(tl.where(r == d, goes, 0)) > 0
         else:
