@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenyard import autograd, transforms
 from tokenyard.autograd import Call
-from tokenyard.call_queue import NO_TICKET, When
+from tokenyard.call_queue import When
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
@@ -160,10 +160,10 @@ class Calls(Guard):
 
         if when.in_two and not tracked:
             ahead = self._fresh_fields(request, *self.queue.held(ticket).ahead())
-        received = Received(finish, self._work_of(ticket))
+        received = self._begun(Received, finish, when, ticket)
         if ahead is not None:
             received.ahead = Received(fields=ahead)
-        return self._waited_for(received, when, ticket)
+        return received
 
     def redispatch(self, request: DispatchRequest) -> Received:
         """A cached dispatch: the rows, with the routing that the handle knows."""
@@ -185,7 +185,7 @@ class Calls(Guard):
                 moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
             return self._fields(x, moved, known)
 
-        return self._waited_for(Received(finish, self._work_of(ticket)), when, ticket)
+        return self._begun(Received, finish, when, ticket)
 
     def combine(self, request: CombineRequest) -> Combined:
         """A combine."""
@@ -224,7 +224,7 @@ class Calls(Guard):
                 x = out.copy_(x)
             return _combined_fields(x, reduced, reduce)
 
-        return self._waited_for(Combined(finish, self._work_of(ticket)), when, ticket)
+        return self._begun(Combined, finish, when, ticket)
 
     def _lost_weights(self, request: CombineRequest) -> Tensor:
         """What the picks weigh that a combine's sums lack: ``[T]`` float32."""
@@ -276,10 +276,11 @@ class Calls(Guard):
         made = self.make(op, call)
         return self.queue.hold(made if when.in_two else lambda: made)
 
-    def _work_of(self, ticket: int) -> Any:
-        return self.queue.work_of(ticket, self.wait) if ticket != NO_TICKET else None
-
-    def _waited_for(self, result: Result, when: When, ticket: int) -> Result:
+    def _begun(
+        self, kind: type[Result], finish: Callable[[], dict[str, Any]], when: When, ticket: int
+    ) -> Result:
+        """The result of a call that was begun, or is made here if the caller waits now."""
+        result = kind(finish, self.queue.work_of(ticket, self.wait))
         if not when.later:
             result.wait()
         elif not when.in_two:  # nothing to drop of those

@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 
-
-class Disownable(Protocol):
-    """What :func:`watch` takes."""
-
-    def disown(self, why: str) -> None:
-        """Called in a child, which must neither use nor destroy what this object holds."""
-        ...
-
-
-_watched: WeakSet[Disownable] = WeakSet()
+_watched: WeakSet[Any] = WeakSet()
 _inherited: set[int] = set()
 """Ids of process groups of the parent, which are kept for ever."""
 
 
-def watch(thing: Disownable) -> None:
-    """Disown ``thing`` in every child that is forked while it lives."""
+def watch(thing: Any) -> None:
+    """Call ``thing.disown(why)`` in every child that is forked while it lives: there nothing that
+    it holds may be used or destroyed."""
     _watched.add(thing)
 
 

@@ -7,7 +7,7 @@ checked here before anything is sized or addressed by them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -131,14 +131,12 @@ _NO_WORDS = (0,) * (NUM_TOKENS - STATUS)
 def blank(fingerprint: Fingerprint, num_ranks: int, num_counts: int, num_tokens: int) -> Tensor:
     """Headers for all ranks with no rows announced: int64 ``[R, words]`` on the CPU."""
     header = torch.zeros(num_ranks, COUNTS + num_counts, dtype=torch.int64, device="cpu")
-    header[:, 0] = MAGIC
-    header[:, _FINGERPRINT:STATUS] = torch.tensor(astuple(fingerprint), device="cpu")
-    header[:, NUM_TOKENS] = num_tokens
+    header[:, :NUM_ROWS] = torch.tensor(words_of(fingerprint, num_tokens), device="cpu")
     return header
 
 
 def words_of(fingerprint: Fingerprint, num_tokens: int) -> list[int]:
-    """The words of one header up to :data:`NUM_ROWS`, as :func:`blank` fills them."""
+    """The words of one header up to :data:`NUM_ROWS`."""
     return [MAGIC, *(getattr(fingerprint, name) for name in _NAMES), *_NO_WORDS, num_tokens]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, cast
 
 import torch
@@ -31,13 +32,11 @@ def check_replicas(replicas: Any, num_experts: int) -> Tensor:
             f"replicas has expert {outside[0]}, but there are {num_experts} experts: use their "
             f"numbers at construction, and -1 for no copy"
         )
-    seen: set[int] = set()
-    for each in ids:
-        if each in seen:
-            raise ValueError(
-                f"replicas has expert {each} twice: each is a copy of one logical expert"
-            )
-        seen |= {each} - {-1}
+    twice = [each for each, times in Counter(ids).items() if each >= 0 and times > 1]
+    if twice:
+        raise ValueError(
+            f"replicas has expert {twice[0]} twice: each is a copy of one logical expert"
+        )
     return table.long()
 
 

@@ -35,18 +35,21 @@ def outside_functorch() -> Any:
     return torch._C._DisableFuncTorch()  # pyright: ignore
 
 
-def in_vmap(*tensors: Tensor) -> bool:
-    """Whether ``torch.vmap`` is active at any depth, or ``is_grads_batched`` for ``tensors``."""
-    if any(_FUNCTORCH.is_legacy_batchedtensor(tensor) for tensor in tensors):
-        return True
+def _is_in(transform: Any) -> bool:
+    """Whether a transform of ``torch.func`` of this type is active at any depth."""
     stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
-    return any(each.key() == _FUNCTORCH.TransformType.Vmap for each in stack)
+    return any(each.key() == transform for each in stack)
+
+
+def in_vmap(*tensors: Tensor) -> bool:
+    """Whether ``torch.vmap`` is active, or ``is_grads_batched`` for ``tensors``."""
+    batched = any(_FUNCTORCH.is_legacy_batchedtensor(tensor) for tensor in tensors)
+    return batched or _is_in(_FUNCTORCH.TransformType.Vmap)
 
 
 def in_trace() -> bool:
     """Whether a transform of ``torch.func`` that traces is active."""
-    stack: list[Any] = _FUNCTORCH.get_interpreter_stack() if in_functorch() else []
-    if any(each.key() == _FUNCTORCH.TransformType.Functionalize for each in stack):
+    if _is_in(_FUNCTORCH.TransformType.Functionalize):
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # pyright: ignore
 

@@ -255,11 +255,12 @@ def test_digests_tell_routings_apart() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 6])
-def test_the_words_of_a_header_are_those_of_a_blank_one(num_tokens: int) -> None:
+def test_a_blank_header_says_what_the_call_is_and_announces_no_rows(num_tokens: int) -> None:
     blank = head.blank(CALL, 2, LOCAL, num_tokens)
-    words = head.words_of(CALL, num_tokens)
-    assert words == blank[0, : len(words)].tolist() and len(words) == NUM_ROWS
-    assert not blank[:, NUM_ROWS:].any()
+    said = [head.MAGIC, *astuple(CALL)]
+    assert blank[:, : len(said)].tolist() == [said, said]
+    assert blank[:, NUM_ROWS - 1].tolist() == [num_tokens, num_tokens]
+    assert not blank[:, len(said) : NUM_ROWS - 1].any() and not blank[:, NUM_ROWS:].any()
 
 
 def test_every_rank_comes_to_the_same_verdict() -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from tokenyard.routing import expert_bounds
+
 _NOBODY = -1
 
 
@@ -81,9 +83,7 @@ class _Share:
         return torch.full((self.num_tokens, self.num_topk), _NOBODY)
 
     def experts_of(self, rank: int) -> slice:
-        size, larger = divmod(self.num_experts, self.world_size)
-        begin = rank * size + min(rank, larger)
-        return slice(begin, begin + size + (rank < larger))
+        return slice(*expert_bounds(self.num_experts, self.world_size)[rank : rank + 2])
 
     def pick(self, popularity: Tensor) -> Tensor:
         """Distinct experts for each token, drawn by ``popularity [num_experts]``, where not 0."""
