@@ -313,10 +313,9 @@ class _Combine(Function):
             )
         reduce = None if reduce_weights is None else _solid(reduce_weights)
         terms = tuple(_solid(term) for term in bias)
+        again = Call(call.calls, call.spec, plan=call.plan, raw=call.raw)
         with _Hinted():
-            return combine(
-                Call(call.calls, call.spec, plan=call.plan, raw=call.raw), rows, None, reduce, terms
-            )
+            return combine(again, rows, None, reduce, terms)
 
 
 def combine(

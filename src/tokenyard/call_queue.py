@@ -124,7 +124,11 @@ class CallQueue:
         self._enter()
         try:
             stream = torch.cuda.current_stream(self._device) if self._turn.is_on_gpu() else None
-            body = partial(self._on, partial(call, *args, **options), stream)
+
+            def body() -> Any:
+                with torch.cuda.stream(stream), self._turn:
+                    return call(*args, **options)
+
             return _result_of(self._submit(body))
         finally:
             self._lock.release()
@@ -143,10 +147,6 @@ class CallQueue:
             self._turn.__exit__()
         finally:
             self._lock.release()
-
-    def _on(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> Any:
-        with torch.cuda.stream(stream), self._turn:
-            return call()
 
     def _enter(self) -> None:
         """Take the lock, which is the caller's to release."""

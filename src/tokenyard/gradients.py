@@ -55,9 +55,8 @@ def by_arrival(grad: Tensor, plan: Plan, spec: Spec, topk_idx: Tensor | None) ->
         here = torch.where(topk_idx < 0, 0.0, grad)
         return take_values(here, plan.slots[:, 0], 0.0) if spec.placed else here
     values = take_values(grad, plan.slots.reshape(-1), 0.0).view(plan.slots.shape)
-    spread = torch.zeros(
-        plan.slots.shape[0], plan.first_pick.shape[1], dtype=torch.float32, device=grad.device
-    )
+    shape = plan.slots.shape[0], plan.first_pick.shape[1]
+    spread = torch.zeros(shape, dtype=torch.float32, device=grad.device)
     return spread.scatter_add(1, plan.picks, values)
 
 
@@ -80,9 +79,9 @@ def weights_there(moves: Moves, weights: Tensor, topk_idx: Tensor, num_rows: int
     arrived = moves.redispatch(merge_weights(weights, plan.first_pick), raw=True)
     if spec.layout is not Layout.FLAT:
         return weights_of_rows(arrived, plan.slots, plan.picks, num_rows)
-    return torch.where(
-        topk_idx < 0, 0.0, take_values(arrived, plan.gather, 0.0) if spec.placed else arrived
-    )
+    if spec.placed:
+        arrived = take_values(arrived, plan.gather, 0.0)
+    return torch.where(topk_idx < 0, 0.0, arrived)
 
 
 def weighted_tangent(

@@ -152,10 +152,8 @@ class Guard:
         alone = self.config.world_size == 1 and self.engine.waits_on_host
         if is_from_outside(error) and not alone and self.failure is None:
             op, number = self._doing
-            where = (
-                f"was interrupted in {op if number is None else f'{op} #{number}'} "
-                f"({type(error).__name__})"
-            )
+            call = op if number is None else f"{op} #{number}"
+            where = f"was interrupted in {call} ({type(error).__name__})"
             self.gone = f"{where}, so no rank can use it any more"
             self.failure = RuntimeError(f"this ExpertParallel {self.gone}: make a new one")
             self.engine.interrupt(f"rank {self.config.rank} {where}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class Redirect:
         for rank in config.absent:
             self._table[bounds[rank] : bounds[rank + 1]] = -1
         left = host_ints(self._table)
-        for row in range(0 if replicas is None else len(replicas)):
-            copies = [each for each in host_ints(cast("Tensor", replicas)[row]) if each >= 0]
+        for row in () if replicas is None else replicas.unbind():
+            copies = [each for each in host_ints(row) if each >= 0]
             for at, gone in enumerate(copies):
                 if left[gone] < 0:
                     others = copies[at + 1 :] + copies[:at]

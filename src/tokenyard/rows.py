@@ -48,12 +48,8 @@ def _word(num_bytes: int) -> torch.dtype:
 def as_bytes(rows: Tensor) -> Tensor:
     """``rows [n, m]`` as bytes. An empty tensor says it is contiguous, whatever its strides."""
     if rows.numel() == 0:
-        return torch.empty(
-            rows.shape[0],
-            rows.shape[1] * rows.element_size(),
-            dtype=torch.uint8,
-            device=rows.device,
-        )
+        shape = rows.shape[0], rows.shape[1] * rows.element_size()
+        return torch.empty(shape, dtype=torch.uint8, device=rows.device)
     return rows.contiguous().view(-1).view(torch.uint8).view(rows.shape[0], -1)
 
 

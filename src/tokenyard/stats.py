@@ -83,17 +83,15 @@ class Stats:
     @property
     def across(self) -> Traffic:
         """What crossed the network: to and from ranks of other nodes."""
-        return self._with(
-            [peer for peer, node in enumerate(self.nodes) if node != self.nodes[self.rank]]
-        )
+        mine = self.nodes[self.rank]
+        return self._with([peer for peer, node in enumerate(self.nodes) if node != mine])
 
     @property
     def inside(self) -> Traffic:
         """What stayed inside the node: to and from its other ranks."""
         mine = self.nodes[self.rank]
-        return self._with(
-            [peer for peer, node in enumerate(self.nodes) if node == mine and peer != self.rank]
-        )
+        peers = [peer for peer, node in enumerate(self.nodes) if node == mine and peer != self.rank]
+        return self._with(peers)
 
     def _with(self, peers: list[int]) -> Traffic:
         counted = (self.rows_sent, self.rows_received, self.bytes_sent, self.bytes_received)

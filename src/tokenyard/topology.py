@@ -135,10 +135,9 @@ def detect(hosts: Sequence[str]) -> Topology:
         for host, mine in list(ranks.items())[:_MOST_NAMED]
     ]
     more = f"; and {len(ranks) - _MOST_NAMED} more hosts" if len(ranks) > _MOST_NAMED else ""
-    even = len({len(mine) for mine in ranks.values()}) == 1
-    wanted = (
-        "ranks of one host must be consecutive" if even else "hosts must have equally many ranks"
-    )
+    wanted = "hosts must have equally many ranks"
+    if len({len(mine) for mine in ranks.values()}) == 1:
+        wanted = "ranks of one host must be consecutive"
     raise ValueError(
         f"{wanted}, but of {len(hosts)} ranks {'; '.join(shown)}{more}: launch the same number on "
         "each host, host after host (as torchrun does), or say topology=(num_nodes, "

@@ -151,9 +151,7 @@ class Validation:
                 rows = flat_rows(x)
                 return CombineRequest(rows, known, carried, None, None, (), None, False, when)
         rows = checks.check_rows(x, known, self._config)
-        at_owner = checks.check_weighting(
-            known, weighted, topk_weights, reduce_weights, self._config
-        )
+        at_owner = checks.check_weighting(known, *weighting, self._config)
         terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)
         carried = known.arrived.weights if weighted and at_owner is None else None
         checks.check_no_grad_into(out, rows, at_owner, carried, reduce_weights, *terms)

@@ -74,10 +74,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str
     # Squares neither overflow nor vanish.
     unit = max(float(got.abs().max()), float(wanted.abs().max())) or 1.0
     gap = (got / unit - wanted / unit).abs()
-    error, bound = (
-        float(gap.square().sum().sqrt()),
-        relative * float((wanted / unit).abs().square().sum().sqrt()),
-    )
+    error = float(gap.square().sum().sqrt())
+    bound = relative * float((wanted / unit).abs().square().sum().sqrt())
     if error > bound:
         worst = int(gap.argmax())
         raise AssertionError(

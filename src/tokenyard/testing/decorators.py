@@ -114,9 +114,7 @@ def _parametrised(
     pytest = sys.modules.get("pytest")
     if pytest is not None:
         for name, values, style in tuples:
-            test = pytest.mark.parametrize(
-                name, values, ids=[style.format(value) for value in values]
-            )(test)
+            test = pytest.mark.parametrize(name, values, ids=style.format)(test)
     return test
 
 
@@ -130,11 +128,10 @@ def _job(body: Callable[..., Any], engine: str, arguments: dict[str, Any]) -> Jo
         try:
             pickled[name] = pickle.dumps(value)
         except Exception as error:
-            problem = (
+            raise TypeError(
                 f"argument {name!r} of {body.__qualname__} cannot be pickled for the ranks "
-                f"({error})"
-            )
-            raise TypeError(f"{problem}; pass plain values") from None
+                f"({error}); pass plain values"
+            ) from None
     sys_path = [entry or os.getcwd() for entry in sys.path]
     path = os.path.abspath(path)
     code = b"" if body.__module__ == "__main__" else code_of(path)

@@ -109,9 +109,8 @@ def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
     """
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
-        values = torch.where(
-            values.isnan(), values.abs(), values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
-        )
+        most = _LARGEST[dtype]
+        values = torch.where(values.isnan(), values.abs(), values.clamp(-most, most))
     rounded = values.to(_NARROW[dtype])
     return rounded.view(_TORCH_BITS[rounded.itemsize]).numpy().view(upstream._get_np_dtype(dtype))
 
@@ -124,10 +123,9 @@ def _numbers(handle: TensorHandle) -> np.ndarray:
 def _cast(self: Any, source: TensorHandle, to: Any) -> TensorHandle:
     dtype, numbers = to.scalar, _numbers(source)
     if dtype in _NARROW:
-        floats = (
-            numbers if numbers.dtype in (np.float32, np.float64) else numbers.astype(np.float32)
-        )
-        return TensorHandle(narrow(floats, dtype), dtype)
+        if numbers.dtype not in (np.float32, np.float64):
+            numbers = numbers.astype(np.float32)
+        return TensorHandle(narrow(numbers, dtype), dtype)
     return TensorHandle(numbers.astype(upstream._get_np_dtype(dtype)), dtype)
 
 
@@ -176,11 +174,9 @@ def _ternary(
 
 def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
     dtype = source.dtype.scalar
-    return (
-        _rounded(op(_numbers(source)), dtype)
-        if dtype in _NARROW
-        else _upstream["unary_op"](self, source, op)
-    )
+    if dtype not in _NARROW:
+        return _upstream["unary_op"](self, source, op)
+    return _rounded(op(_numbers(source)), dtype)
 
 
 def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -215,10 +211,9 @@ def _atomic_rmw(
     mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
     if op == ir.ATOMIC_OP.XCHG:
         data = data.view(f"u{data.itemsize}")
-    lanes = np.ascontiguousarray(np.broadcast_to(mask.data, ptr.data.shape))
-    old = native.atomic_rmw(kind, np.ascontiguousarray(ptr.data), data, lanes, mode).view(
-        value.data.dtype
-    )
+    at = np.ascontiguousarray(ptr.data)
+    lanes = np.ascontiguousarray(np.broadcast_to(mask.data, at.shape))
+    old = native.atomic_rmw(kind, at, data, lanes, mode).view(value.data.dtype)
     return TensorHandle(np.where(lanes, old, np.zeros_like(old)), value.dtype.scalar)
 
 

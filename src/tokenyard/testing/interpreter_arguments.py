@@ -23,8 +23,7 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
     if not isinstance(kernel, interpreter.InterpretedFunction):
         raise ValueError(
             f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
-            f"set TRITON_INTERPRET=1 before "
-            "anything imports triton"
+            "set TRITON_INTERPRET=1 before anything imports triton"
         )
     constants = with_defaults(kernel, constants)
     if len(args) != len(names.args) or set(constants) != set(names.constants):
@@ -37,8 +36,7 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
         if not isinstance(value, Integral):
             raise ValueError(
                 f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
-                f"numbers: give tensors by their "
-                "data_ptr(), and other numbers as constants"
+                "numbers: give tensors by their data_ptr(), and other numbers as constants"
             )
     _rewrite(kernel, interpreter.InterpretedFunction)
     return {
@@ -50,23 +48,19 @@ def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, An
     """Arguments with their names; those in structs one by one."""
     found: list[tuple[str, Any]] = []
     for name, arg in zip(names, args, strict=True):
-        fields = arg._asdict().items() if hasattr(arg, "_fields") else None
-        found += (
-            [(name, arg)]
-            if fields is None
-            else [(f"{name}.{field}", value) for field, value in fields]
-        )
+        if hasattr(arg, "_fields"):
+            found += [(f"{name}.{field}", value) for field, value in arg._asdict().items()]
+        else:
+            found.append((name, arg))
     return found
 
 
 def _int64(interpreter: Any, value: Any) -> Any:
     if hasattr(value, "_fields"):
         return type(value)(*(_int64(interpreter, each) for each in value))
-    language: Any = interpreter.tl
-    handle = interpreter.TensorHandle(
-        interpreter.np.array([value], interpreter.np.int64), language.int64
-    )
-    return language.tensor(handle, language.int64)
+    kind: Any = interpreter.tl.int64
+    bits = interpreter.np.array([value], interpreter.np.int64)
+    return interpreter.tl.tensor(interpreter.TensorHandle(bits, kind), kind)
 
 
 @cache

@@ -140,11 +140,8 @@ def _add(slow: Operator) -> Operator:
         if type(right) is tl.core.tensor and id(right.dtype) in INTEGERS:
             shape = shape.beside(shape_of(right))
             if shape is not None:
-                return wrapped(
-                    left.handle.data + _bytes_of(width) * right.handle.data.astype(np.uint64),
-                    kind,
-                    shape,
-                )
+                offsets = _bytes_of(width) * right.handle.data.astype(np.uint64)
+                return wrapped(left.handle.data + offsets, kind, shape)
         return slow(left, right)
 
     return operate
@@ -201,14 +198,11 @@ def _load(slow: Operator) -> Operator:
     ) -> Any:  # fmt: skip
         if _is_plain_access(pointer, mask, bounds, padding, cache, eviction):
             kind, shape, build = pointer.dtype.element_ty, shape_of(pointer), semantic.builder
+            where, how = pointer.handle, (cache, eviction, volatile)
             if mask is None and other is None:
-                return _tensor_of(
-                    build.create_load(pointer.handle, cache, eviction, volatile), kind, shape
-                )
+                return _tensor_of(build.create_load(where, *how), kind, shape)
             if mask is not None and (rest := _rest(other, kind, pointer)) is not None:
-                handle = build.create_masked_load(
-                    pointer.handle, mask.handle, rest, cache, eviction, volatile
-                )
+                handle = build.create_masked_load(where, mask.handle, rest, *how)
                 return _tensor_of(handle, kind, shape)
         return slow(semantic, pointer, mask, other, bounds, padding, cache, eviction, volatile)
 
@@ -223,9 +217,8 @@ def _rest(other: Any, kind: Any, pointer: Any) -> TensorHandle | None:
         return other.handle
     if shape_of(other) is not SCALAR or (kind is tl.int32 and other.dtype is tl.int64):
         return None
-    return TensorHandle(
-        np.full(pointer.handle.data.shape, other.handle.data, NUMPY[id(kind)]), kind
-    )
+    lanes = np.full(pointer.handle.data.shape, other.handle.data, NUMPY[id(kind)])
+    return TensorHandle(lanes, kind)
 
 
 def _store(slow: Operator) -> Operator:
@@ -292,11 +285,7 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
 }
 
 
-CALLS: dict[str, Callable[[Operator], Operator]] = {
-    "load": _load,
-    "store": _store,
-    "where": _where,
-}
+CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load, "store": _store, "where": _where}
 """What functions of the language ask of its semantic."""
 
 

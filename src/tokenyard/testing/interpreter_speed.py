@@ -83,13 +83,10 @@ SCALAR = _shapes[()]
 
 
 def _spread(left: tuple[int, ...], right: tuple[int, ...]) -> Shape | None:
-    longest = max(len(left), len(right))
-    both = list(
-        zip((1,) * (longest - len(left)) + left, (1,) * (longest - len(right)) + right, strict=True)
-    )
-    if any(a != b and 1 not in (a, b) for a, b in both):
+    try:
+        return _shapes[np.broadcast_shapes(left, right)]
+    except ValueError:
         return None
-    return _shapes[tuple(max(each) for each in both)]
 
 
 def shape_of(tensor: Any) -> Shape:
@@ -250,9 +247,8 @@ def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
 
 def install(replace: Callable[[Any, str, Any], None]) -> None:
     """Put the shortcuts in place, by ``replace(owner, name, value)``."""
-    replace(
-        upstream.FunctionRewriter, "rewrite_ast", _rewriting(upstream.FunctionRewriter.rewrite_ast)
-    )
+    rewriter = upstream.FunctionRewriter
+    replace(rewriter, "rewrite_ast", _rewriting(rewriter.rewrite_ast))
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
     replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
     replace(tl.core.pointer_type, "__init__", _pointer_type(tl.core.pointer_type.__init__))

@@ -31,10 +31,8 @@ class Member:
         self._seen = 0
         # a pipe to the child by its type, as only those are handed on to forks of the server
         output = Connection(os.dup(self._output.fileno()), readable=False)
-        group = rank, world_size, device, port, name
-        self._process = forks().Process(
-            target=worker.serve, args=(*group, theirs, output, dict(os.environ))
-        )
+        given = rank, world_size, device, port, name, theirs, output, dict(os.environ)
+        self._process = forks().Process(target=worker.serve, args=given)
         self._process.start()
         theirs.close()
         output.close()
@@ -70,12 +68,10 @@ class Member:
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode or 0
-            how = (
-                f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            )
-            return Outcome(
-                Ending.DIED if code >= 0 or code == -signal.SIGKILL else Ending.CRASHED, how
-            )
+            if code >= 0:
+                return Outcome(Ending.DIED, f"exited with code {code}")
+            ending = Ending.DIED if code == -signal.SIGKILL else Ending.CRASHED
+            return Outcome(ending, f"died of {signal.Signals(-code).name}")
 
     def new_output(self) -> str:
         """What the worker has printed since the last call, stdout and stderr in their order."""

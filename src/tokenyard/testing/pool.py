@@ -76,10 +76,8 @@ class Pool:
             for member in [member for member in waiting if member.pipe in ready]:
                 waiting.remove(member)
                 outcome = outcomes[member.rank] = member.outcome()
-                hopeless = outcome.ending is not Ending.SKIPPED and not is_fine(
-                    outcome, member.rank in may_die
-                )
-                if hopeless and time.monotonic() + GRACE < deadline:
+                fine = is_fine(outcome, member.rank in may_die) or outcome.ending is Ending.SKIPPED
+                if not fine and time.monotonic() + GRACE < deadline:
                     deadline = time.monotonic() + GRACE
                     overdue = f"still running {GRACE} s after rank {member.rank} failed"
         for member in self.members:

@@ -55,12 +55,8 @@ def payload(rank: int, num_tokens: int, hidden: int, dtype: torch.dtype, seed: i
     if dtype.is_floating_point:
         rows = torch.randn(num_tokens, hidden, generator=random)
     else:
-        rows = torch.randint(
-            torch.iinfo(dtype).min,
-            torch.iinfo(dtype).max + 1,
-            (num_tokens, hidden),
-            generator=random,
-        )
+        known = torch.iinfo(dtype)
+        rows = torch.randint(known.min, known.max + 1, (num_tokens, hidden), generator=random)
     if hidden >= 8:
         numbers = rank * 8**6 + torch.arange(num_tokens)
         rows[:, :8] = numbers[:, None] // 8 ** torch.arange(7, -1, -1) % 8
@@ -87,15 +83,11 @@ class _Share:
 
     def pick(self, popularity: Tensor) -> Tensor:
         """Distinct experts for each token, drawn by ``popularity [num_experts]``, where not 0."""
-        times = (
-            torch.empty(self.num_tokens, self.num_experts).exponential_(generator=self.mine)
-            / popularity
-        )
-        first = times.topk(min(self.num_topk, self.num_experts), largest=False)
+        times = torch.empty(self.num_tokens, self.num_experts).exponential_(generator=self.mine)
+        width = min(self.num_topk, self.num_experts)
+        first = (times / popularity).topk(width, largest=False)
         picks = self.nothing()
-        picks[:, : first.indices.shape[1]] = first.indices.masked_fill(
-            first.values.isinf(), _NOBODY
-        )
+        picks[:, :width] = first.indices.masked_fill(first.values.isinf(), _NOBODY)
         return picks
 
     def pick_among(self, experts: slice) -> Tensor:
