@@ -113,8 +113,7 @@ def _solid(tangent: Tensor) -> Tensor:
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
     """``moved``, with a tangent of zeros if tangents are followed and neither it nor ``others``
-    have one: other ranks' may, and then all take part.
-    """
+    have one: other ranks' may, and then all take part."""
     if transforms.in_functorch() or not transforms.in_forward_mode():
         return moved
     if transforms.has_tangent(moved, *others):

@@ -39,8 +39,7 @@ class Waitable(Protocol):
 class When(NamedTuple):
     """Whether the caller waits for a call now or later, and what the call waits for first.
     ``in_two``: its first half is made now, in the caller's stream, the second when it is waited
-    for. ``extras``: for the engine.
-    """
+    for. ``extras``: for the engine."""
 
     later: bool
     after: Waitable | None
@@ -51,8 +50,7 @@ class When(NamedTuple):
 class _Turn:
     """What one call is made in: without autograd, and on a GPU behind the call before it, wherever
     that ran, as calls of one object share memory. The order of calls in a CUDA graph is the
-    caller's affair.
-    """
+    caller's affair."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -97,8 +95,7 @@ class CallQueue:
 
     def __init__(self, *, threaded: bool, device: torch.device | None = None) -> None:
         """``device``: that calls work on, if it is always the same. ``threaded``: calls keep the
-        host busy or waiting (gloo), so asynchronous ones need a thread of their own.
-        """
+        host busy or waiting (gloo), so asynchronous ones need a thread of their own."""
         self._threaded, self._device = threaded, device
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -158,8 +155,7 @@ class CallQueue:
 
     def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
         """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it
-        now, by :meth:`run`. RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken.
-        """
+        now, by :meth:`run`. RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken."""
         if not when.later:
             if when.after is not None:
                 when.after.wait()
@@ -254,8 +250,7 @@ class CallQueue:
 
     def work_of(self, ticket: int, wait: Wait) -> Work | None:
         """The call behind ``ticket``, to wait for without its result; None if none was started.
-        The host waits through ``wait``, a method, as long as there is its object.
-        """
+        The host waits through ``wait``, a method, as long as there is its object."""
         future, (done, *_) = self._started.get(ticket), self._issued.get(ticket, (None,))
         if isinstance(future, Future):
             return Work(future, done, wait)

@@ -39,8 +39,7 @@ Arguments = DispatchArguments | CachedArguments | CombineArguments
 class DispatchRequest(NamedTuple):
     """A dispatch of checked arguments. ``known``: of a cached one, which has neither ids nor
     weights. One in place is not tracked by autograd. ``asked``: picks and weights as given, if
-    picks go elsewhere.
-    """
+    picks go elsewhere."""
 
     payload: Payload
     topk_idx: Tensor | None
@@ -55,8 +54,7 @@ class DispatchRequest(NamedTuple):
 
 class CombineRequest(NamedTuple):
     """A combine of checked arguments. ``weights [rows]`` are those that rode along, ``at_owner [T,
-    K]`` are given instead. One in place is not tracked by autograd.
-    """
+    K]`` are given instead. One in place is not tracked by autograd."""
 
     rows: Tensor
     handle: Handle

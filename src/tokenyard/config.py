@@ -13,8 +13,7 @@ MOST_MATRIX_RANKS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Sizes of an object. ``timeout``: seconds; ``topology``: None of no grid; ``absent``: ranks
-    that are gone, of which this epoch has no rows and no experts.
-    """
+    that are gone, of which this epoch has no rows and no experts."""
 
     num_experts: int
     hidden: int

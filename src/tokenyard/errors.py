@@ -21,8 +21,7 @@ class NotSupported(NotImplementedError):
 
 class PeerError(RuntimeError):
     """Another rank refused its side of the call (its own error says why). The object stays usable
-    as after :class:`Mismatch`.
-    """
+    as after :class:`Mismatch`."""
 
 
 class PeerTimeout(RuntimeError):

@@ -1,7 +1,6 @@
 """A forked child has its parent's objects and sockets, but not their threads: there every object is
 out of use, and calls raise at once. Nothing that it holds is ever destroyed there: gloo would wait
-for threads that the child lacks, and shut down the parent's connections, which aborts then.
-"""
+for threads that the child lacks, and shut down the parent's connections, which aborts then."""
 
 from __future__ import annotations
 

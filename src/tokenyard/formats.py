@@ -104,8 +104,7 @@ class WireFormat:
         """Scales and factors of the OCP Microscaling Formats (MX) specification 1.0, section 6.3:
         ``X = 2 ** (floor(log2(amax)) - floor(log2(largest)))``, which torchao calls ``FLOOR``.
         Exponents below -127 become -127, which is also the exponent of a block of zeros. A block
-        with an infinity or a NaN has the scale NaN, byte 255, and NaN elements.
-        """
+        with an infinity or a NaN has the scale NaN, byte 255, and NaN elements."""
         exponent = (amax.view(torch.int32) >> _EXPONENT_SHIFT) & 255
         below = (exponent - (frexp(self.largest)[1] - 1)).clamp(min=0)
         factor = _power_of_two(254 - below).masked_fill(exponent == 255, nan)
@@ -218,8 +217,7 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """``data [T, H] * scales``: ``[T, H]``. In the format with elements and scales of these dtypes
     and as many scales; without such a one, in that with scales of this dtype. ValueError: there is
-    not one scale per block.
-    """
+    not one scale per block."""
     found = data.dtype, scales.dtype, scales.shape[1]
     for each in FORMATS.values():
         if (each.data, each.scale, each.num_scales(data.shape[1])) == found:

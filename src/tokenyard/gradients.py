@@ -35,8 +35,7 @@ def of_dispatch(
     moves: Moves, rows: Tensor | None, weights: Tensor | None, topk_idx: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``x`` and ``topk_weights`` from those of received ``rows`` and ``weights``; None
-    where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``.
-    """
+    where nobody asks. ``topk_idx``: the received one, needed for weights in ``FLAT``."""
     reduce = None if weights is None else by_arrival(weights, moves.plan, moves.spec, topk_idx)
     grad_x = reduced = None
     if rows is not None:

@@ -102,8 +102,7 @@ class Handle:
     def rows_between(self, num_ranks: int | None = None) -> Tensor | None:
         """Rows that each of the R ranks (first index) sent to each: int64 ``[R, R]`` on the CPU.
         None where the host does not know: static shapes, or more than ``MOST_MATRIX_RANKS`` ranks.
-        ValueError: ``num_ranks`` is not the R of the handle.
-        """
+        ValueError: ``num_ranks`` is not the R of the handle."""
         if num_ranks not in (None, self.num_ranks):
             raise ValueError(
                 f"num_ranks ({num_ranks!r}) must be {self.num_ranks}, the ranks of the object that "

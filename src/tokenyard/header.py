@@ -1,8 +1,7 @@
 """The header that ranks exchange before rows move: what call this is, with which arguments, and how
 many rows follow. Every rank sees every rank's, so that all come to the same verdict: go on, or
 raise (``Mismatch``, ``PeerError``, or the rank's own ``ValueError``). Numbers from a peer are
-checked here before anything is sized or addressed by them.
-"""
+checked here before anything is sized or addressed by them."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ def bad_index_text(at: int, value: int, num_picks: int, num_experts: int) -> str
 def verify(headers: Tensor, config: Config, *, max_rows: int) -> None:
     """Raise what ``headers [R, words]`` (one row from each rank, CPU; zeros of absent ones) call
     for. ValueError: this rank's own ids are out of range. Mismatch: ranks disagree on the call or
-    its arguments. PeerError: another rank refused its own, or sent counts that cannot be.
-    """
+    its arguments. PeerError: another rank refused its own, or sent counts that cannot be."""
     everybody = cast("list[list[int]]", headers.tolist())  # pyright: ignore[reportUnknownMemberType]
     rows = {peer: everybody[peer] for peer in config.members}
     own = rows[config.rank]

@@ -94,8 +94,7 @@ def joined(
 ) -> Generator[torch.device, None, None]:
     """Be rank ``rank`` of a process group for a while; yields the device to work on. ``port``: of
     the parent's :func:`local_store`, in which ``name`` sets this group apart; without one the
-    launcher's environment (``torchrun``) says where the others are.
-    """
+    launcher's environment (``torchrun``) says where the others are."""
     here = torch.device("cpu")
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))
@@ -139,8 +138,7 @@ def _rank_main(
 def spawn(fn: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Run ``fn(device, *args)`` on ``world_size`` local ranks; their results in rank order. The
     first rank that raises ends the others; its traceback is the message of the ``RuntimeError``
-    raised here. Only ``NotSupported``, of which the message says all, is raised as it is.
-    """
+    raised here. Only ``NotSupported``, of which the message says all, is raised as it is."""
     store = local_store()
     context = forks()
     out = context.SimpleQueue()

@@ -1,7 +1,6 @@
 """How large things may be that arguments alone decide: checked before anything is exchanged or
 allocated (``docs/reference/semantics.md``, Limits). What tokens bring themselves is not bounded: it
-costs no more than the data.
-"""
+costs no more than the data."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def memory_of(device: torch.device) -> int:
 
 def most_result_bytes(device: torch.device | None, sharing: int) -> int:
     """Bytes that a result may take whose size is known ahead: half of the memory of ``device``
-    (None: host), as the experts' output takes as much again. ``sharing``: ranks that share it.
-    """
+    (None: host), as the experts' output takes as much again. ``sharing``: ranks that share it."""
     return memory_of(torch.device("cpu") if device is None else device) // (2 * sharing)
 
 
@@ -62,8 +60,7 @@ def check_result(
     most: int,
 ) -> None:
     """Raise unless rows of a fresh dispatch can be counted, and those that it makes whatever comes
-    fit into ``most`` bytes. The same on all ranks that say the same.
-    """
+    fit into ``most`` bytes. The same on all ranks that say the same."""
     local, padded, flat = config.most_local_experts, config.padded_rows, spec.layout is Layout.FLAT
     tokens, width = payload.x.shape[0], 1 if flat else min(config.num_topk, local)
     if tokens * config.world_size * width > LARGEST:

@@ -1,7 +1,6 @@
 """Custom operators: dispatch and combine as ``torch.compile`` and dispatch modes (selective
 checkpointing, say) see them; ``autograd.py`` has their derivatives. An operator, or a graph of
-autograd, knows its object by number: operators take tensors and numbers.
-"""
+autograd, knows its object by number: operators take tensors and numbers."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from tokenyard.routing import host_ints, merge_picks, merge_weights
 
 def check_replicas(replicas: Any, num_experts: int) -> Tensor:
     """A table of replicas, ``[logical experts, copies]`` expert ids, as int64 on the host.
-    ValueError: it is none, or an expert is in it twice.
-    """
+    ValueError: it is none, or an expert is in it twice."""
     try:
         table: Any = torch.as_tensor(replicas, device="cpu")
     except (TypeError, ValueError, RuntimeError):
@@ -42,8 +41,7 @@ def check_replicas(replicas: Any, num_experts: int) -> Tensor:
 
 class Redirect:
     """Where picks go once ranks are gone (``Config.absent``): a pick of an expert that is gone goes
-    to the next one in its row of ``replicas`` that is not, first behind it, then from the front.
-    """
+    to the next one in its row of ``replicas`` that is not, first behind it, then from the front."""
 
     def __init__(self, config: Config, replicas: Tensor | None) -> None:
         bounds = config.bounds

@@ -233,8 +233,7 @@ def _places(local: list[list[Pick]], form: _Form) -> list[Pick | None]:
 
 def _row_of_pick(places: list[Pick | None], topk_idx: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Per source rank ``[T, K]`` int64: the row made for each pick, -1 if there is none here. A
-    ``FLAT`` row is entered at the first local pick of its token only: combine adds it once.
-    """
+    ``FLAT`` row is entered at the first local pick of its token only: combine adds it once."""
     tables = [lists(torch.full_like(idx, -1)) for idx in topk_idx]
     for row, pick in enumerate(places):
         if pick is not None:

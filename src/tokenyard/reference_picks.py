@@ -40,8 +40,7 @@ def lost_weights(
     topk_idx: Tensor, topk_weights: Tensor | None, rows_of_picks: Sequence[Tensor]
 ) -> Tensor:
     """What the merged picks of an owner weigh (without weights: 1 each) that no rank has a row for
-    (per rank ``[T, K]``, else -1), added in pick order: ``[T]`` float32.
-    """
+    (per rank ``[T, K]``, else -1), added in pick order: ``[T]`` float32."""
     idx, weights, _ = merge_picks(topk_idx, topk_weights)
     lacks = idx >= 0
     for rows in rows_of_picks:

@@ -45,8 +45,7 @@ def quantize(x: Tensor, mode: Quantize) -> Quantized:
 def dequantize(data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """``data [..., H]`` (float8 or int8) ``* scale`` in float32, rounded once to ``dtype``.
     ``scales``: ``[..., ceil(H / 128)]`` float32, or ``[..., ceil(H / 512)]`` int32 (four exponent
-    bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu.
-    """
+    bytes each), or ``[..., ceil(H / 32)]`` float8_e8m0fnu."""
     hidden = data.shape[-1]
     if scales.dtype == torch.float8_e8m0fnu:
         exponents = scales.contiguous().view(torch.uint8).double() - 127
@@ -63,8 +62,7 @@ def _to_mx(x: Tensor) -> Quantized:
     """OCP Microscaling Formats (MX) specification 1.0, section 6.3: per block of 32 channels
     ``X = 2 ** (floor(log2(amax)) - 8)``, elements ``e4m3(x / X)``, at most 448. X is at least
     ``2 ** -127``, also for zeros. A block with a NaN or an infinity is all NaN. ``data [T, H]``
-    and ``scales [T, ceil(H / 32)]`` float8_e8m0fnu.
-    """
+    and ``scales [T, ceil(H / 32)]`` float8_e8m0fnu."""
     num_tokens, hidden = x.shape
     blocks = pad(x.double(), (0, -hidden % _MX_BLOCK)).reshape(
         num_tokens, -(-hidden // _MX_BLOCK), _MX_BLOCK

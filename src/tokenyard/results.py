@@ -45,8 +45,7 @@ class Later:
 
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting
-        again does nothing. PeerTimeout, PeerError, Mismatch, ValueError: what the call came to.
-        """
+        again does nothing. PeerTimeout, PeerError, Mismatch, ValueError: what the call came to."""
         finish, self._finish = self._finish, None
         if finish is None:
             return

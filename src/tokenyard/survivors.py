@@ -84,8 +84,7 @@ def settle(
 ) -> dict[int, Vote]:
     """Leave the epoch of ``store`` with a ``vote``; the members of the next one, and their votes.
     RankExpelled: the others have gone on without this rank. StoreLost: the store does not answer.
-    KeyboardInterrupt: this rank takes no further part in the verdict.
-    """
+    KeyboardInterrupt: this rank takes no further part in the verdict."""
     if clock_of(store)[2]:  # there only one thread may run
         return _vote(store, rank, members, timeout, vote, lambda: None)
     answered, ended, aside = [time.monotonic()], threading.Event(), Aside()

@@ -76,8 +76,7 @@ class Topology:
 
 def this_host() -> str:
     """A name for the host of this process: machine, boot and network namespace (a container with a
-    network of its own is a host of its own), or what ``TOKENYARD_HOST`` says.
-    """
+    network of its own is a host of its own), or what ``TOKENYARD_HOST`` says."""
     named = os.environ.get(HOST_VARIABLE, "")
     if named:
         return named
@@ -91,8 +90,7 @@ def this_host() -> str:
 
 def check_topology(given: Any, world_size: int) -> Topology | None:
     """``topology=`` as the caller gave it: None, a :class:`Topology`, or a pair (num_nodes,
-    ranks_per_node). ValueError: it is none of them, or has more or fewer ranks than the group.
-    """
+    ranks_per_node). ValueError: it is none of them, or has more or fewer ranks than the group."""
     if given is None:
         return None
     grid = given if isinstance(given, Topology) else _pair(given)

@@ -32,8 +32,7 @@ _NO_TANGENTS = (
 class Validation:
     """Checks what is asked of the calls of one object; raises ``ValueError`` or ``NotSupported``.
     ``device``: that calls work on; None: host and CUDA tensors alike. ``most_bytes``: that a result
-    may take whose size is known ahead.
-    """
+    may take whose size is known ahead."""
 
     def __init__(self, calls: Calls, device: torch.device | None, most_bytes: int) -> None:
         self._calls, self._device, self._most_bytes = calls, device, most_bytes

@@ -35,8 +35,7 @@ reduce_scatter = getattr(_untyped, "reduce_scatter_single", None) or _untyped.re
 
 def wire_words(x: Tensor, mode: Quantize | None = None) -> Tensor:
     """Rows ``x [T, H]`` as the words that cross a wire: int64 ``[T, words]``, uint8 if 8 bytes do
-    not divide a row. Quantised rows hold scales behind the data.
-    """
+    not divide a row. Quantised rows hold scales behind the data."""
     rows = x.contiguous().view(torch.uint8)
     if mode is not None:
         sent = quantize(x, mode)

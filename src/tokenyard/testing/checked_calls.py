@@ -1,6 +1,5 @@
 """Calls of the library on known inputs, and what their results must be, bit for bit. Rows that go
-back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed.
-"""
+back are those that came, times ``2.0 ** -rank``: sums differ if a rank is missed."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ class Oracle:
 
     def check_rows(self, recv: ty.Received, fields: Sequence[str] = ()) -> None:
         """Compare a dispatch, bit for bit: payload, scales, sources and ``fields``. Rows without a
-        source (padding of ``EXPERT_PADDED``) may hold anything.
-        """
+        source (padding of ``EXPERT_PADDED``) may hold anything."""
         want = self.received
         filled = want.source >= 0
         for name in ("source", "x", "scales", *fields):
@@ -232,8 +230,7 @@ def check(
     known: Sequence[str] | None = None,
 ) -> list[str]:
     """What is wrong with each call on some input, "" if nothing. ``known``: errors that calls have
-    already, which are left out. Collective.
-    """
+    already, which are left out. Collective."""
     errors = list(known or [""] * len(calls))
     for number in range(num_inputs):
         expected = truth(number)

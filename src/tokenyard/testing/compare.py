@@ -55,8 +55,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, relative: float, what: str
     """Raise ``AssertionError`` unless ``||actual - expected|| <= relative * ||expected||``, in
     float64 (complex128). NaN and infinity never pass, on neither side. Shapes must agree, dtypes
     may differ. ValueError: ``relative`` is negative or not finite: nothing, or everything, would
-    pass.
-    """
+    pass."""
     __tracebackhide__ = True
     if not 0 <= relative < math.inf:
         raise ValueError(f"relative ({relative}) must be a finite number of at least 0")

@@ -18,8 +18,7 @@ def is_fine(outcome: Outcome, may_die: bool) -> bool:
 
 def judge(outcomes: dict[int, Outcome], may_die: tuple[int, ...]) -> None:
     """Return if every rank passed (or died as it may); raise :class:`RankFailure` otherwise, or
-    ``unittest.SkipTest`` if all ranks skip.
-    """
+    ``unittest.SkipTest`` if all ranks skip."""
     __tracebackhide__ = True
     fine = {rank for rank, outcome in outcomes.items() if is_fine(outcome, rank in may_die)}
     if len(fine) == len(outcomes):

@@ -76,8 +76,7 @@ ASSEMBLY: dict[str, Callable[[], int]] = {"mov.u64 $0, %globaltimer;": lambda: _
 @contextmanager
 def patched_language() -> Iterator[None]:
     """Let kernels' bodies be called as Python functions, all in here; calls of device functions
-    cost little.
-    """
+    cost little."""
     if _state.patched:
         yield
         return
@@ -105,8 +104,7 @@ def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 def narrow(numbers: np.ndarray, dtype: Any) -> np.ndarray:
     """The bits of the nearest (ties to even) narrow floats; fp8 saturates, and has one NaN, as
-    ``cvt.rn.satfinite`` does.
-    """
+    ``cvt.rn.satfinite`` does."""
     values = torch.from_numpy(np.array(numbers, copy=True))
     if dtype in _LARGEST:
         most = _LARGEST[dtype]
@@ -205,8 +203,7 @@ def _atomic_rmw(
     self: Any, op: Any, ptr: Any, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
 ) -> TensorHandle:
     """As upstream, with contiguous lanes, zeros for masked ones, and exchanges of anything by its
-    bits.
-    """
+    bits."""
     data = np.ascontiguousarray(value.data)
     mode, kind = self.ir_sem_to_interpreter_sem[sem], self.ir_rmw_op_to_interpreter_rmw_op[op]
     if op == ir.ATOMIC_OP.XCHG:

@@ -66,8 +66,7 @@ def _int64(interpreter: Any, value: Any) -> Any:
 @cache
 def _rewrite(kernel: Any, kind: type) -> None:
     """Have the interpreter read the kernel, and what it calls, here rather than in every child, and
-    once.
-    """
+    once."""
     seen: set[int] = set()
     pending = [kernel]
     while pending:

@@ -49,8 +49,7 @@ def wrapped(data: Any, kind: Any, shape: Shape, stored: Any = None) -> Any:
 
 def number_of(operand: Any) -> int | None:
     """A Python number or constant that takes the type of the integers beside it; None if it is
-    something else.
-    """
+    something else."""
     if type(operand) is tl.constexpr:
         operand = operand.value
     return operand if type(operand) is int and -(2**31) <= operand < 2**31 else None
@@ -76,8 +75,7 @@ def _binary(
     ufunc: Any, slow: Operator, kinds: dict[int, Any], compares: bool = False, swapped: bool = False
 ) -> Operator:
     """An operator among ``kinds``, of which two integers of different sizes become the
-    larger one.
-    """
+    larger one."""
 
     def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
         kind, mine = left.dtype, left.handle
@@ -291,8 +289,7 @@ CALLS: dict[str, Callable[[Operator], Operator]] = {"load": _load, "store": _sto
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """As upstream's, with one semantic for all, without copies of arguments, and with operators of
-    tensors in front of the long way.
-    """
+    tensors in front of the long way."""
     semantic = TritonSemantic(builder)
     for name, member in inspect.getmembers(package):
         if tl.core.is_builtin(member):

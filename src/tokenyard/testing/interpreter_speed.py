@@ -234,8 +234,7 @@ def _rewritten(file: str, line: int, transformer: ast.NodeTransformer) -> CodeTy
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
     """The decorated functions of a module, by their first line. (Upstream tokenizes the file anew,
-    from there on, for each of them, and more than once.)
-    """
+    from there on, for each of them, and more than once.)"""
     path = Path(file)
     tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
     return {

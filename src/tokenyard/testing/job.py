@@ -50,8 +50,7 @@ class Job:
 
 class Ending(enum.Enum):
     """How a body ended on one rank; what explains most comes first. ``DIED``: by exit or SIGKILL,
-    which may be on purpose; ``CRASHED``: by any other signal.
-    """
+    which may be on purpose; ``CRASHED``: by any other signal."""
 
     FAILED = 0
     CRASHED = 1
@@ -64,8 +63,7 @@ class Ending(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a body ended on one rank. ``error``: the exception's text, the reason of a skip, or how
-    the process ended. ``stack``: where; may be empty.
-    """
+    the process ended. ``stack``: where; may be empty."""
 
     ending: Ending
     error: str = ""

@@ -21,8 +21,7 @@ DUMP_TIME = 60.0
 
 class Member:
     """A worker process; ``pipe`` becomes readable when it has joined its group. Its session is its
-    own, so that Ctrl-C does not reach it, and what it starts ends with it.
-    """
+    own, so that Ctrl-C does not reach it, and what it starts ends with it."""
 
     def __init__(self, rank: int, world_size: int, device: str, port: int, name: str) -> None:
         self.rank = rank

@@ -69,8 +69,7 @@ def load_module(name: str, path: str, code: bytes) -> ModuleType:
 
 def find_body(module: str, path: str, qualname: str, code: bytes) -> Callable[..., Any]:
     """The function that was decorated, whatever was wrapped around it later. A script's
-    ``__main__`` is here already: ``multiprocessing`` has imported it.
-    """
+    ``__main__`` is here already: ``multiprocessing`` has imported it."""
     found: Any = sys.modules[module] if module == "__main__" else load_module(module, path, code)
     for part in qualname.split("."):
         found = getattr(found, part)

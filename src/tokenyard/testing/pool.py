@@ -25,8 +25,7 @@ GRACE = 3.0
 
 MOST_LEFT = 30
 """Threads that bodies may leave in a worker. Those of gloo groups that nobody destroys poll 100
-times a second: with hundreds of them tests take a quarter longer.
-"""
+times a second: with hundreds of them tests take a quarter longer."""
 
 
 class Pool:

@@ -39,8 +39,7 @@ class Stats(NamedTuple):
 
 class Series(NamedTuple):
     """Microseconds of the slowest rank, one entry per round: the Python call until its results are
-    complete; and between two events on the current stream around it, None without a GPU.
-    """
+    complete; and between two events on the current stream around it, None without a GPU."""
 
     wall: list[float]
     device: list[float] | None

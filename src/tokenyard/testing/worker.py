@@ -79,8 +79,7 @@ def serve(
 
 def _end_with_server() -> None:
     """Also while this process is stopped and sees no pipe close. The server ends when all have
-    closed a pipe of which multiprocessing gives its forks the writing end too.
-    """
+    closed a pipe of which multiprocessing gives its forks the writing end too."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     os.close(server._forkserver_alive_fd)
     server._forkserver_alive_fd = None
