@@ -57,9 +57,8 @@ class Call:
 
     def combine(
         self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
-    ) -> tuple[Tensor, Tensor]:
-        x, reduced = combine(self._along(COMBINE, rows, raw), rows, None, reduce_weights)
-        return x, rows.new_empty(0) if reduced is None else reduced
+    ) -> tuple[Tensor, Tensor | None]:
+        return combine(self._along(COMBINE, rows, raw), rows, None, reduce_weights)
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
         return redispatch(self._along(CACHED, x, raw), Payload(x, None)).x

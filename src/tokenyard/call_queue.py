@@ -24,7 +24,7 @@ from tokenyard.errors import ended_from_outside
 NO_TICKET = 0
 MAX_OUTSTANDING = 8
 """Asynchronous calls that may be started and not yet waited for."""
-
+_NO_EXTRAS: dict[str, Any] = {}
 
 Wait = Callable[[Callable[[], Any]], Any]
 """Returns what the call that it is given returns."""
@@ -44,7 +44,7 @@ class When(NamedTuple):
     later: bool
     after: Waitable | None
     in_two: bool = False
-    extras: dict[str, Any] | None = None
+    extras: dict[str, Any] = _NO_EXTRAS
 
 
 class _Turn:

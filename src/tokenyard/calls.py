@@ -32,7 +32,6 @@ from tokenyard.straight_through import dequantizer
 from tokenyard.types import FLOAT_DTYPES, Layout, Quantize
 
 Result = TypeVar("Result", Received, Combined)
-_NO_EXTRAS: dict[str, Any] = {}
 Arguments = DispatchArguments | CachedArguments | CombineArguments
 
 
@@ -123,9 +122,7 @@ class Calls(Guard):
             asked = topk_idx.clone(), None if weights is None else weights.detach().clone()
             topk_idx = self.redirect.picks(topk_idx)
             request = request._replace(topk_idx=topk_idx, asked=asked)
-        given = DispatchArguments(
-            payload, topk_idx, weights, spec, mode, in_place, **(when.extras or _NO_EXTRAS)
-        )
+        given = DispatchArguments(payload, topk_idx, weights, spec, mode, in_place, **when.extras)
         tracked = not in_place and transforms.is_tracked(payload.x, weights)
         if tracked or when.later:
             return self._dispatch_later(request, given, tracked)
@@ -196,14 +193,13 @@ class Calls(Guard):
         if reduce is not None:
             reduce = in_arrival_order(reduce.float(), handle)
         given = CombineArguments(
-            rows, plan, spec, weights, reduce, bias, out, in_place=in_place,
-            **(when.extras or _NO_EXTRAS),
-        )  # fmt: skip
+            rows, plan, spec, weights, reduce, bias, out, in_place=in_place, **when.extras
+        )
         tracked = not in_place and transforms.is_tracked(rows, weights, reduce, *bias)
         if not (tracked or when.later):
             self._wait_before(when)
             x, reduced = self.make("combine", send, given)
-            return Combined(fields=_combined_fields(x, reduced, reduce))
+            return Combined(fields={"x": x, "topk_weights": reduced})
         still = given._replace(
             rows=rows.detach(),
             weights=transforms.detached(weights),
@@ -215,12 +211,12 @@ class Calls(Guard):
         def finish() -> dict[str, Any]:
             if not tracked:
                 x, reduced = self._run(ticket, "combine", send, still)
-                return _combined_fields(x, reduced, reduce)
-            call = Call(self, spec, ticket, plan)
-            x, reduced = autograd.combine(call, rows, weights, reduce, bias)
-            if out is not None and not ticket:  # a compiler's operators write to nothing given
-                x = out.copy_(x)
-            return _combined_fields(x, reduced, reduce)
+            else:
+                call = Call(self, spec, ticket, plan)
+                x, reduced = autograd.combine(call, rows, weights, reduce, bias)
+                if out is not None and not ticket:  # a compiler's operators write to nothing given
+                    x = out.copy_(x)
+            return {"x": x, "topk_weights": reduced}
 
         return self._begun(Combined, finish, when, ticket)
 
@@ -313,7 +309,3 @@ class Calls(Guard):
         if received.scales is not None:
             fields["_dequantize"] = dequantizer(self, sent, handle.plan, handle.spec)
         return fields
-
-
-def _combined_fields(x: Tensor, reduced: Tensor | None, reduce: Tensor | None) -> dict[str, Any]:
-    return {"x": x, "topk_weights": None if reduce is None else reduced}

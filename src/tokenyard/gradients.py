@@ -22,8 +22,8 @@ class Moves(Protocol):
 
     def combine(
         self, rows: Tensor, reduce_weights: Tensor | None = None, *, raw: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Sums ``[T, H]``, and sums of weights ``[T, K]`` (empty without ``reduce_weights``)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums ``[T, H]``, and sums of weights ``[T, K]`` (None without ``reduce_weights``)."""
         ...
 
     def redispatch(self, x: Tensor, *, raw: bool) -> Tensor:
@@ -42,7 +42,7 @@ def of_dispatch(
         grad_x, reduced = moves.combine(rows, reduce, raw=False)
     elif reduce is not None:
         reduced, _ = moves.combine(reduce, raw=True)
-    if reduce is None or reduced is None:
+    if reduced is None:
         return grad_x, None
     return grad_x, reduced.gather(1, moves.plan.first_pick)
 
