@@ -48,6 +48,7 @@ class ReferenceRows:
     topk_weights: Tensor | None  # FLAT: [N, K] float32, 0 where the id is -1
     row_weights: Tensor | None  # expert layouts: [N] float32, 0 on padding rows
     tokens_per_expert: Tensor  # [L] int32, unaligned; counts dropped rows too
+    aligned_tokens_per_expert: Tensor  # [L] int32, each up to a multiple of expert_alignment
     # EXPERT_MAJOR: [L + 1] int32, cumulative aligned counts, at most capacity.
     expert_offsets: Tensor | None
     # EXPERT_PADDED: [L, R, 2] int32, (begin, count) inside the expert's block.
@@ -206,6 +207,7 @@ def _receive(
         topk_weights=topk_weights,
         row_weights=None if weights is None else _row_weights(weights, rows, shape),
         tokens_per_expert=_int32(counts),
+        aligned_tokens_per_expert=_int32(aligned),
         expert_offsets=_int32(offsets) if form.layout is Layout.EXPERT_MAJOR else None,
         source_ranges=source_ranges(local, len(rows)) if is_padded else None,
         source=torch.tensor(sources, dtype=torch.int64).reshape(shape),

@@ -115,6 +115,7 @@ def test_expert_major_aligned() -> None:
     assert equal(rows.source, [T10, -1, -1, -1, T00, T11, -1, -1])
     assert equal(rows.expert_offsets, [0, 4, 8])
     assert equal(rows.tokens_per_expert, [1, 2])
+    assert equal(rows.aligned_tokens_per_expert, [4, 4])
 
 
 def test_expert_without_tokens_has_an_empty_block() -> None:
@@ -428,8 +429,8 @@ def test_every_token_and_expert_appears_once_in_order(batch: Batch, alignment: i
     found: list[list[int]] = []
     for rows in received:
         begins = ints(present(rows.expert_offsets))
-        sizes = [-(-count // alignment) * alignment for count in ints(rows.tokens_per_expert)]
-        assert begins == list(accumulate(sizes, initial=0))
+        assert begins == list(accumulate(ints(rows.aligned_tokens_per_expert), initial=0))
+        assert all(begin % alignment == 0 for begin in begins)
         padding = torch.ones(begins[-1], dtype=torch.bool)
         for begin, count in zip(begins, ints(rows.tokens_per_expert), strict=False):
             found.append(ints(rows.source[begin : begin + count]))
