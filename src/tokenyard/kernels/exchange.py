@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
+from tokenyard.kernels.place import tell_blocks
 from tokenyard.kernels.region import (
     arrival_of, block_of, bounds_of, first_back, first_expert, first_in, first_out, header_of,
     in_bound, ints, matrix_of, out_bound, start_of,
@@ -120,13 +121,7 @@ def complete_experts(
         tl.store(at, begin, mask=known[:, None] & here[None, :])
         tl.store(at + 1, pairs, mask=known[:, None] & here[None, :])
     else:
-        to = ints(outputs.offsets)
-        tl.store(to + e, tl.minimum(start, num_rows), mask=here)
-        tl.store(to + local, tl.minimum(tl.sum(tl.where(here, aligned, 0)), num_rows))
-        if outputs.overflow != 0:
-            kept = tl.maximum(num_rows - start, 0)
-            lost = tl.sum(tl.where(here, tl.maximum(counts - kept, 0), 0))
-            tl.store(ints(outputs.overflow), lost)
+        tell_blocks(outputs.offsets, outputs.overflow, counts, start, aligned, local, num_rows, e)
     mask = known[:, None] & here[None, :]
     starts = start_of(plan, e[None, :], s[:, None], tokens, k)
     tl.store(starts, start[None, :] + begin, mask=mask)

@@ -46,7 +46,7 @@ from tokenyard.kernels.low_latency_waits import (
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast_of, zero_row
-from tokenyard.kernels.place import floats
+from tokenyard.kernels.place import floats, tell_blocks
 from tokenyard.kernels.region import first_expert, ints, peer_base
 from tokenyard.kernels.structs import Cast, RowConstants, row_constants
 from tokenyard.kernels.sync import follow, words
@@ -137,18 +137,12 @@ def _make_table(result, present, counts, num_rows, alignment, call, k: tl.conste
     tl.debug_barrier()
     tl.atomic_xchg(words(state) + READY, call.number, sem="release", scope="gpu")
     tl.store(ints(result.tokens_per_expert) + e, totals, mask=held)
-    to = ints(result.blocks)
     if k.padded:
-        at = to + (e[None, :] * R + r[:, None]) * 2
+        at = ints(result.blocks) + (e[None, :] * R + r[:, None]) * 2
         tl.store(at, begin, mask=both)
         tl.store(at + 1, pairs, mask=both)
     else:
-        tl.store(to + e, tl.minimum(start, num_rows), mask=held)
-        tl.store(to + local, tl.minimum(tl.sum(tl.where(held, aligned, 0)), num_rows))
-        if result.overflow != 0:
-            room = tl.maximum(num_rows - start, 0)
-            lost = tl.sum(tl.where(held, tl.maximum(totals - room, 0), 0))
-            tl.store(ints(result.overflow), lost)
+        tell_blocks(result.blocks, result.overflow, totals, start, aligned, local, num_rows, e)
     if k.load_bytes:
         loads = result.loads.to(tl.pointer_type(tl.int64 if k.load_bytes == 8 else tl.int32)) + e
         sofar = tl.load(loads, mask=held, other=0)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, most_copies
-from tokenyard.kernels.region import first_expert, start_of
+from tokenyard.kernels.region import first_expert, ints, start_of
 from tokenyard.kernels.structs import Experts, Rows
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
@@ -194,6 +194,20 @@ def place_rows(
             Rows(words=out, index=batch.arrival, stride=row.words), batch.here, row.words, block,
         )  # fmt: skip
         place_metadata(payload, batch, source, experts, result, strides, row.scale_words, k.placing)
+
+
+@triton.jit
+def tell_blocks(offsets, overflow, counts, start, aligned, local, num_rows, e):
+    """Store what a result by expert tells of its blocks: where those of the ``local`` experts ``e``
+    begin and the last one ends, cut to the ``num_rows`` there are; and how many rows are lost so,
+    if ``overflow`` is not 0. ``counts`` of rows, ``aligned`` of rows with padding."""
+    here, to = e < local, ints(offsets)
+    tl.store(to + e, tl.minimum(start, num_rows), mask=here)
+    tl.store(to + local, tl.minimum(tl.sum(tl.where(here, aligned, 0)), num_rows))
+    if overflow != 0:
+        room = tl.maximum(num_rows - start, 0)
+        lost = tl.sum(tl.where(here, tl.maximum(counts - room, 0), 0))
+        tl.store(ints(overflow), lost)
 
 
 # The host's side
