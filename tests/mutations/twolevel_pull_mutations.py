@@ -45,7 +45,7 @@ PULLER = {
         change(
             "put_chunk(..., n=n_)",
             "combine_turn",
-            where=("i_ = tl.load(_).to(tl.int32)",),
+            where=("_, _, i_ = rows_of_turn(...)",),
             n_="n_ + (i_ == 0)",
         ),
         part="pulls peers",

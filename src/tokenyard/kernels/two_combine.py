@@ -61,7 +61,7 @@ from tokenyard.kernels.two_region import (
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, place_in_round,
-    reports, tasks_of_worker,
+    reports, rows_of_turn, tasks_of_worker,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
     NodeRows, elements_before, in_network_ring, node_sum, node_weights,
@@ -194,9 +194,7 @@ def _combine_turn(peers, routing, parts, node, turn, k: tl.constexpr):
     Returns the rows that are left, as all turns do.
     """
     c = turn.channel
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
-    i0 = tl.load(turn.done).to(tl.int32)
+    lo, hi, i0 = rows_of_turn(in_bound, routing.plan, k.ranks + node, turn, k)
     base = tl.load(net_sent_to(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:
@@ -210,9 +208,7 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
     has ``s``'s local index."""
     P: tl.constexpr = k.grid.ranks_per_node
     plan, c, me = routing.plan, turn.channel, peers.rank
-    lo = tl.load(in_bound(plan, s, c, k))
-    hi = tl.load(in_bound(plan, s, c + 1, k))
-    i = tl.load(turn.done).to(tl.int32)
+    lo, hi, i = rows_of_turn(in_bound, plan, s, turn, k)
     base = tl.load(sent_to(peers.state, s, c, k))
     left = hi - lo - i
     if left > 0:

@@ -80,6 +80,7 @@ from tokenyard.kernels.two_region import (
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, flush_signals, next_step, place_in_round, reports,
+    rows_of_turn,
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
@@ -129,9 +130,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = grid.ranks_per_node
     plan, c, me = routing.plan, turn.channel, peers.rank
-    lo = tl.load(in_bound(plan, k.ranks + node, c, k))
-    hi = tl.load(in_bound(plan, k.ranks + node, c + 1, k))
-    i0 = tl.load(turn.done).to(tl.int32)
+    lo, hi, i0 = rows_of_turn(in_bound, plan, k.ranks + node, turn, k)
     base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:

@@ -74,7 +74,7 @@ from tokenyard.kernels.two_headers import announce_call_to_all, call_barrier_tur
 from tokenyard.kernels.two_region import done_in, num_tasks
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, note_lack,
-    place_in_round, tasks_of_worker, reports,
+    place_in_round, reports, rows_of_turn, tasks_of_worker,
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
@@ -90,9 +90,7 @@ def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
     """Rows of this channel for this rank itself. Returns the rows left, as all turns do."""
     place = (peers.rank * k.channels + turn.channel).to(tl.int64)
     ring = peer_base(peers.regions, peers.rank) + k.ring.first_byte + place * k.ring.num_bytes
-    lo = tl.load(out_bound(routing.plan, peers.rank, turn.channel, k))
-    hi = tl.load(out_bound(routing.plan, peers.rank, turn.channel + 1, k))
-    i = tl.load(turn.done).to(tl.int32)
+    lo, hi, i = rows_of_turn(out_bound, routing.plan, peers.rank, turn, k)
     left = hi - lo - i
     tl.debug_barrier()
     if left > 0:
@@ -106,9 +104,7 @@ def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
 @triton.jit
 def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
     """A chunk of rows of this channel for rank ``to`` into its ring (me, channel)."""
-    lo = tl.load(out_bound(routing.plan, to, turn.channel, k))
-    hi = tl.load(out_bound(routing.plan, to, turn.channel + 1, k))
-    i = tl.load(turn.done).to(tl.int32)
+    lo, hi, i = rows_of_turn(out_bound, routing.plan, to, turn, k)
     base = tl.load(sent_to(peers.state, to, turn.channel, k))
     left = hi - lo - i
     if left > 0:
@@ -146,9 +142,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
     Credits go to the local rank that put them there.
     """
     P: tl.constexpr = k.grid.ranks_per_node
-    lo = tl.load(in_bound(routing.plan, source, turn.channel, k))
-    hi = tl.load(in_bound(routing.plan, source, turn.channel + 1, k))
-    i = tl.load(turn.done).to(tl.int32)
+    lo, hi, i = rows_of_turn(in_bound, routing.plan, source, turn, k)
     base = tl.load(taken_from(peers.state, source, turn.channel, k))
     left = hi - lo - i
     if left > 0:

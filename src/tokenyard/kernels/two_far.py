@@ -17,7 +17,7 @@ from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
     ON_NET_ROOM, net_bytes, net_head, net_sent_to, net_tail, other, ring_at, staging_at,
 )  # fmt: skip
-from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports
+from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports, rows_of_turn
 
 
 @triton.jit
@@ -63,9 +63,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
     grid: tl.constexpr = k.grid
     net: tl.constexpr = k.network_ring
     state, c = peers.state, turn.channel
-    lo = tl.load(out_bound(routing.plan, k.ranks + node, c, k))
-    hi = tl.load(out_bound(routing.plan, k.ranks + node, c + 1, k))
-    i = tl.load(turn.done).to(tl.int32)
+    lo, hi, i = rows_of_turn(out_bound, routing.plan, k.ranks + node, turn, k)
     base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i
     if left > 0:

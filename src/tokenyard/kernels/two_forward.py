@@ -32,7 +32,7 @@ from tokenyard.kernels.two_region import (
     ON_NET_ROWS, ON_ROOMS, moved_of, net_bytes, net_head, net_tail, net_taken_from, other, rest_at,
     ring_at, table_of, table_rows,
 )  # fmt: skip
-from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports
+from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports, rows_of_turn
 
 
 @triton.jit
@@ -224,9 +224,7 @@ def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
     into the rings (source, channel) of the other local ranks that need them."""
     grid: tl.constexpr = k.grid
     c = turn.channel
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
-    i0 = tl.load(turn.done).to(tl.int32)
+    lo, hi, i0 = rows_of_turn(in_bound, routing.plan, k.ranks + node, turn, k)
     base = tl.load(net_taken_from(peers.state, node, c, k))
     left = hi - lo - i0
     if left > 0:

@@ -48,7 +48,8 @@ from tokenyard.kernels.two_region import (
     table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
-    ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, reports, tasks_of_worker,
+    ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, reports, rows_of_turn,
+    tasks_of_worker,
 )  # fmt: skip
 from tokenyard.kernels.two_sums import (
     Tokens, add_nodes, elements_before, in_network_ring, in_place_sum,
@@ -97,9 +98,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = k.grid.ranks_per_node
     state, c, me = peers.state, turn.channel, peers.rank
-    lo = tl.load(in_bound(routing.plan, k.ranks + node, c, k))
-    hi = tl.load(in_bound(routing.plan, k.ranks + node, c + 1, k))
-    i0 = tl.load(turn.done).to(tl.int32)
+    lo, hi, i0 = rows_of_turn(in_bound, routing.plan, k.ranks + node, turn, k)
     base = tl.load(net_sent_to(state, node, c, k))
     left = hi - lo - i0
     if left > 0:

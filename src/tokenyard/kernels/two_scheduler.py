@@ -84,6 +84,15 @@ def dealt(worker, i, k: tl.constexpr):
 
 
 @triton.jit
+def rows_of_turn(bound: tl.constexpr, plan, rank, turn, k: tl.constexpr):
+    """Rows of a turn's channel to ``rank``, or from it (``bound``: ``out_bound``, or ``in_bound``):
+    the first, their end, and how many of them earlier turns are done with."""
+    first = tl.load(bound(plan, rank, turn.channel, k))
+    end = tl.load(bound(plan, rank, turn.channel + 1, k))
+    return first, end, tl.load(turn.done).to(tl.int32)
+
+
+@triton.jit
 def defer_signal(state, turn, q, counter, count, mask, k: tl.constexpr):
     """Note that ``counter`` (an address), the ``q``-th of a turn's task, is to have ``count`` more:
     a task does so once between two of :func:`flush_signals`.
