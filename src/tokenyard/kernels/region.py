@@ -190,6 +190,13 @@ def header_of(base, parity, peer, k: tl.constexpr):
 
 
 @triton.jit
+def ring_of(base, source, channel, k: tl.constexpr):
+    """Address of ring (source, channel)."""
+    place = (source * k.channels + channel).to(tl.int64)
+    return base + k.ring.first_byte + place * k.ring.num_bytes
+
+
+@triton.jit
 def landed_of(base, source, chunk, k: tl.constexpr):
     return words(base) + source * k.chunks + chunk
 

@@ -42,7 +42,7 @@ from tokenyard.kernels.combine import (
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
-    first_in, head_of, in_bound, peer_base, sent_to, tail_of, taken_from,
+    first_in, head_of, in_bound, peer_base, ring_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
     Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of, row_constants,
@@ -224,8 +224,7 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
         elif seen >= want:
             there = peer_base(peers.regions, me // P * P + s % P)
             as_me = s // P * P + me % P
-            ring = there + k.ring.first_byte
-            ring = ring + (as_me * k.channels + c).to(tl.int64) * k.ring.num_bytes
+            ring = ring_of(there, as_me, c, k)
             begin, first = lo + i, tl.load(first_in(plan, s, k))
             chunk = Chunk(begin=begin, count=n, low=lo, first=first)
             send_sums_chunk(parts, ring, chunk, k)

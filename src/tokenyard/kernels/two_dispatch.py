@@ -59,7 +59,7 @@ from tokenyard.kernels.dispatch import (
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, sent_to, tail_of,
+    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, ring_of, sent_to, tail_of,
     taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
@@ -88,8 +88,7 @@ MOST_FORWARDED = 64
 @triton.jit
 def _own_turn(peers, routing, payload, result, turn, k: tl.constexpr):
     """Rows of this channel for this rank itself. Returns the rows left, as all turns do."""
-    place = (peers.rank * k.channels + turn.channel).to(tl.int64)
-    ring = peer_base(peers.regions, peers.rank) + k.ring.first_byte + place * k.ring.num_bytes
+    ring = ring_of(peer_base(peers.regions, peers.rank), peers.rank, turn.channel, k)
     lo, hi, i = rows_of_turn(out_bound, routing.plan, peers.rank, turn, k)
     left = hi - lo - i
     tl.debug_barrier()
@@ -122,8 +121,7 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
                 give_up(peers.state, TIMED_OUT, ON_ROOM, to, turn.channel, want, seen)
         elif seen >= want:
             there = peer_base(peers.regions, to)
-            place = (peers.rank * k.channels + turn.channel).to(tl.int64)
-            ring = there + k.ring.first_byte + place * k.ring.num_bytes
+            ring = ring_of(there, peers.rank, turn.channel, k)
             order = order_of(routing.plan, to, routing.num_tokens, k)
             send_chunk(payload, order, ring, lo + i, n, lo, k)
             tail = tail_of(there, peers.rank, turn.channel, k).to(tl.int64)
@@ -158,8 +156,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
             n = tl.minimum(tl.minimum((seen - base).to(tl.int32) - i, left), k.ring.chunk)
             putter = peer_base(peers.regions, me // P * P + source % P)
             head = head_of(putter, source // P * P + me % P, turn.channel, k)
-            place = (source * k.channels + turn.channel).to(tl.int64)
-            ring = mine + k.ring.first_byte + place * k.ring.num_bytes
+            ring = ring_of(mine, source, turn.channel, k)
             first = tl.load(first_in(routing.plan, source, k)) + lo
             receive_chunk(routing, result, source, ring, i, n, first, k)
             head = head.to(tl.int64)

@@ -20,6 +20,7 @@ import triton.language as tl
 from tokenyard.kernels.combine import partial_rows, result_rows, store_sums
 from tokenyard.kernels.payload import load_rows
 from tokenyard.kernels.place import floats
+from tokenyard.kernels.region import ring_of
 from tokenyard.kernels.two_region import other, ring_at
 
 
@@ -59,10 +60,8 @@ def elements_before(slot, k: tl.constexpr):
 @triton.jit
 def _inner_slot(rows, rank, number, k: tl.constexpr):
     """Address of slots of the inner ring of local ``rank``."""
-    P: tl.constexpr = k.grid.ranks_per_node
-    NUM_BYTES: tl.constexpr = k.ring.num_bytes
-    ring = rows.mine + k.ring.first_byte
-    ring = ring + ((rows.node * P + rank) * k.channels + rows.channel).to(tl.int64) * NUM_BYTES
+    source = rows.node * k.grid.ranks_per_node + rank
+    ring = ring_of(rows.mine, source, rows.channel, k)
     return ring + (number % k.ring.slots).to(tl.int64) * k.row.slot_bytes
 
 
