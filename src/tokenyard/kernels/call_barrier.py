@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
 from tokenyard.kernels.sync import (
-    DISAGREED, ON_CALL_BARRIER, RANK, add_release, give_up, lacking, note_call, wait_for_all, words,
+    ON_CALL_BARRIER, RANK, add_release, all_agree, lacking, note_call, wait_for_all, words,
 )  # fmt: skip
 
 
@@ -40,12 +40,7 @@ def in_same_call(state, mine, call, tag, mask, k: tl.constexpr):
     r = tl.arange(0, k.rank_bins)
     theirs = tag_of(mine, (call % 2).to(tl.int32), r, k)
     theirs = tl.load(theirs, mask=mask, other=0)
-    peer = tl.max(tl.where(mask & (theirs != tag), r, -1))
-    if peer >= 0:
-        give_up(
-            state, DISAGREED, ON_CALL_BARRIER, peer, 0, tag, tl.sum(tl.where(r == peer, theirs, 0))
-        )
-    return peer < 0
+    return all_agree(state, ON_CALL_BARRIER, mask & (theirs != tag), tag, theirs)
 
 
 @triton.jit

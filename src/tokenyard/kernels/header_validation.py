@@ -15,28 +15,15 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import block_place, block_room, go_of, header_of, matrix_of
-from tokenyard.kernels.sync import DISAGREED, ON_CALL_BARRIER, ON_COUNTS, give_up, words
+from tokenyard.kernels.sync import (
+    DISAGREED, ON_CALL_BARRIER, ON_COUNTS, all_agree, give_up, words,
+)  # fmt: skip
 from tokenyard.kernels.two_headers import lacks_table
 
 _STATUS_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
     tl.constexpr(at) for at in (head.STATUS, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
 )
 _MAGIC, MOST = tl.constexpr(head.MAGIC), tl.constexpr(head.MOST_ROWS)
-
-
-@triton.jit
-def _disagree(state, tag, tags, said, k: tl.constexpr):
-    """Give up if a rank is in another call. ``tags``, ``said [rank_bins]``: its tag, and
-    (``k.exact``) the first word of its header."""
-    s = tl.arange(0, k.rank_bins)
-    other = (s < k.ranks) & (tags != tag)
-    if k.exact:  # headers tell more, but a rank with static shapes sends none
-        other = other & (said != _MAGIC)
-    peer = tl.max(tl.where(other, s, -1))
-    if peer >= 0:
-        give_up(
-            state, DISAGREED, ON_CALL_BARRIER, peer, 0, tag, tl.sum(tl.where(s == peer, tags, 0))
-        )
 
 
 @triton.jit
@@ -117,7 +104,10 @@ def validate(
         most = tl.max(said)
         if (most > most_rows) | (tl.min(said) < 0):
             give_up(state, DISAGREED, ON_COUNTS, tl.argmax(said, 0), 0, most_rows, most)
-    _disagree(state, tag, tags, said, k)
+    other = (s < R) & (tags != tag)
+    if k.exact:  # headers tell more, but a rank with static shapes sends none
+        other = other & (said != _MAGIC)
+    all_agree(state, ON_CALL_BARRIER, other, tag, tags)
     crowded = tl.max(((s < R) & (tl.sum(table, axis=0) > rooms)).to(tl.int32))
     if k.grid.ranks_per_node < R:
         crowded |= lacks_table(mine, state, parity, plan, room, k)

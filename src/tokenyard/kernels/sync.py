@@ -123,6 +123,17 @@ def give_up(state, code, phase, peer, counter, expected, seen):
 
 
 @triton.jit
+def all_agree(state, phase, wrong, expected, seen):
+    """Give up on the last rank that is ``wrong``, if one is: it says what was ``seen`` instead of
+    what was ``expected``. Whether none is."""
+    r = tl.arange(0, wrong.shape[0])
+    peer = tl.max(tl.where(wrong, r, -1))
+    if peer >= 0:
+        give_up(state, DISAGREED, phase, peer, 0, expected, tl.sum(tl.where(r == peer, seen, 0)))
+    return peer < 0
+
+
+@triton.jit
 def note_call(state, tag, earlier):
     """A data call begins, after so many ``earlier`` ones: what :func:`give_up` tells of it. Before
     the call's first release."""

@@ -66,7 +66,7 @@ from tokenyard.kernels.structs import (
     network_ring_of, row_constants, strides_in_memory, strides_in_slots,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    DISAGREED, IN_HEAPS, ON_COUNTS, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire,
+    IN_HEAPS, ON_COUNTS, ON_ROWS, RANK, TIMED_OUT, all_agree, give_up, given_up, load_acquire,
     now_ns, words,
 )  # fmt: skip
 from tokenyard.kernels.two_dispatch import MOST_FORWARDED
@@ -221,11 +221,8 @@ def _in_blocks(
     near, begin = q < k.ranks, places.to(tl.int64) * 256 - 256
     end = begin + rows.to(tl.int64) * (k.row.words * k.row.word_bits // 8)
     wrong = (begin + metadata_at < 0) | (rows < 0) | (places > heap_bytes) | (end > heap_bytes)
-    peer = tl.max(tl.where(near & wrong, q, -1))
-    if peer >= 0:
-        seen = tl.sum(tl.where(q == peer, end, 0))
-        give_up(state, DISAGREED, phase, peer, 0, heap_bytes, seen)
-    return tl.load(words(buffers) + q, mask=near, other=0) + begin, peer < 0
+    ok = all_agree(state, phase, near & wrong, heap_bytes, end)
+    return tl.load(words(buffers) + q, mask=near, other=0) + begin, ok
 
 
 @triton.jit
