@@ -23,7 +23,7 @@ import triton.language as tl
 from tokenyard import header as head
 from tokenyard.kernels.exchange import experts_before, said_of
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast, copy_row_to, load_groups, store_cast
+from tokenyard.kernels.payload import as_words, cast, copy_row_to, elements, load_groups, store_cast
 from tokenyard.kernels.plan import (
     MOST_COMPARED, MOST_MERGED, Picks, PlanConfig, PlanOutputs, count_channel,
 )  # fmt: skip
@@ -183,7 +183,7 @@ def _pack_row(payload, t, send, to, k: tl.constexpr):
     SLOT: tl.constexpr = k.row.slot_bytes
     if k.cast.mode:
         g, j = tl.arange(0, k.cast.groups), tl.arange(0, k.width_bins)
-        source = tl.multiple_of(payload.rows.to(tl.pointer_type(k.cast.dtype)), 16)
+        source = elements(payload.rows, k.cast.dtype)
         floats = load_groups(source, t + g * 0, g, g >= 0, row.hidden, k.cast)
         values, scale = cast(floats, g, row.hidden, k.cast)
         for i in tl.static_range(k.width_bins):

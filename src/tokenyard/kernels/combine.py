@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import add_term
+from tokenyard.kernels.payload import add_term, elements
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.structs import Grid, NetworkRing, RingLayout, RowConstants
 from tokenyard.kernels.sync import words
@@ -109,7 +109,7 @@ def partial_rows(parts, each, J: tl.constexpr, B: tl.constexpr, w, k: tl.constex
     """Channels ``w [BLOCK]`` of the sums of the result rows of ``each`` of B arrival rows, which
     have J at most, rounded to the wire dtype."""
     H: tl.constexpr = k.row.hidden
-    rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
+    rows = elements(parts.rows, k.dtype)
     total = tl.zeros((B, w.shape[0]), tl.float32)
     for j in tl.static_range(J):  # unrolled: all are on their way at once
         row = each.index[j]
@@ -129,8 +129,15 @@ def store_sums(sums, total, t, here, w, k: tl.constexpr):
     mask = here[:, None] & (w < k.row.hidden)[None, :]
     total = add_term(total, sums.bias0, k.bias0, at, mask)
     total = add_term(total, sums.bias1, k.bias1, at, mask)
-    to = tl.multiple_of(sums.rows.to(tl.pointer_type(k.dtype)), 16)
+    to = elements(sums.rows, k.dtype)
     tl.store(to + at, total.to(k.dtype), mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def sums_in(ring, slot, k: tl.constexpr):
+    """Pointers ``[B, 1]`` to the sums in slots ``[B]`` of a ring."""
+    STRIDE: tl.constexpr = k.row.slot_bytes * 8 // k.dtype.primitive_bitwidth
+    return elements(ring, k.dtype) + slot.to(tl.int64)[:, None] * STRIDE
 
 
 @triton.jit
@@ -152,12 +159,10 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
                 each = result_rows(parts, chunk.first + i, here, k)
                 v = partial_rows(parts, each, k.slots_per_row, k.tiles.rows_sent, w, k)
             else:
-                rows = tl.multiple_of(parts.rows.to(tl.pointer_type(k.dtype)), 16)
+                rows = elements(parts.rows, k.dtype)
                 rows = rows + (chunk.first + i).to(tl.int64)[:, None] * H + w[None, :]
                 v = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
-            to = tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
-            slot = ((i - chunk.low) % Q).to(tl.int64)[:, None]
-            to = to + slot * (SLOT * 8 // k.dtype.primitive_bitwidth)
+            to = sums_in(ring, (i - chunk.low) % Q, k)
             tl.store(to + w[None, :], v, mask=mask, cache_modifier=".cs")
         if K:
             pick = tl.arange(0, triton.next_power_of_2(K))

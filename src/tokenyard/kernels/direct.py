@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast, load_groups, of_each, store_cast
+from tokenyard.kernels.payload import as_words, cast, elements, load_groups, of_each, store_cast
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import first_in, go_of, in_bound
 from tokenyard.kernels.structs import (
@@ -139,7 +139,7 @@ def write_rows(
     if casts:
         groups: tl.constexpr = k.cast.groups
         g = tl.arange(0, num_rows * groups) % groups
-        floats = tl.multiple_of(payload.rows.to(tl.pointer_type(k.cast.dtype)), 16)
+        floats = elements(payload.rows, k.cast.dtype)
         index, here = of_each(index, num_rows, groups), of_each(here, num_rows, groups)
         floats = load_groups(floats, index, g, here, row.hidden, k.cast)
         values, scale = cast(floats, g, row.hidden, k.cast)

@@ -47,7 +47,7 @@ from tokenyard.kernels.low_latency_waits import (
     agree, are_active, is_active, next_call, tell, wait_flags, wait_for_ranks,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import add_term
+from tokenyard.kernels.payload import add_term, elements
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
 from tokenyard.kernels.triton_types import kernel_type
@@ -247,7 +247,7 @@ def _add_rows(sent, result, t, share, num_tokens, call, k: tl.constexpr):
         at = t.to(tl.int64) * H + w
         total = add_term(total, sent.bias0, k.bias0, at, w < H)
         total = add_term(total, sent.bias1, k.bias1, at, w < H)
-        sums = tl.multiple_of(result.sums.to(tl.pointer_type(k.dtype)), 16)
+        sums = elements(result.sums, k.dtype)
         tl.store(sums + at, total.to(k.dtype), mask=w < H)
     if k.lost and share == 0:
         tell_lost(sent, result.lost, got, t, num_tokens, call, k)

@@ -42,7 +42,7 @@ from tokenyard.kernels.low_latency_sums import load_sum_of, places_of, sum_rows,
 from tokenyard.kernels.low_latency_waits import (
     are_active, is_active, look, tell, wait_flags, wait_row,
 )  # fmt: skip
-from tokenyard.kernels.payload import as_words
+from tokenyard.kernels.payload import as_words, elements
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
 
@@ -169,7 +169,7 @@ def _add_neighbours(slot, s, t, call, k: tl.constexpr):
         for i in tl.static_range(P):
             d = me // P * P + i
             total = total + load_sum_of(r == d, slots, got.to(tl.int32), w, k)
-        to = tl.multiple_of(slot.to(tl.pointer_type(k.dtype)), 16)
+        to = elements(slot, k.dtype)
         tl.debug_barrier()  # the own sum is read
         tl.store(to + w, total.to(k.dtype), mask=w < H)
     kept_at = ints(slots + k.kept_at)[:, None] + pick[None, :]

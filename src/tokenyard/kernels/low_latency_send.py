@@ -17,7 +17,7 @@ from tokenyard.kernels.low_latency_memory import (
     packed_of, slot_of, staged_of, with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_waits import are_active, is_active, tell
-from tokenyard.kernels.payload import as_words, cast, load_groups, store_cast
+from tokenyard.kernels.payload import as_words, cast, elements, load_groups, store_cast
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import first_expert, ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
@@ -306,7 +306,7 @@ def send_piece(tokens, result, num_tokens, t, piece, call, k: tl.constexpr):
     bases = tl.load(words(call.regions) + r, mask=r < sizes.ranks, other=0)
     if k.cast.mode:
         at = piece * k.cast.groups + tl.arange(0, k.cast.groups)
-        source = tl.multiple_of(tokens.rows.to(tl.pointer_type(k.cast.dtype)), 16)
+        source = elements(tokens.rows, k.cast.dtype)
         first = source + t.to(tl.int64) * row.hidden
         v = load_groups(first, at * 0, at, at >= 0, row.hidden, k.cast)
     else:

@@ -20,6 +20,7 @@ from tokenyard.kernels.low_latency_send import merged_weights
 from tokenyard.kernels.low_latency_waits import (
     are_active, is_active, wait_flag, wait_flags, wait_weights,
 )  # fmt: skip
+from tokenyard.kernels.payload import elements
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import words
@@ -66,7 +67,7 @@ def sum_rows(sent, slot, place, weight, k: tl.constexpr):
     topk: tl.constexpr = k.sizes.topk
     H: tl.constexpr = k.hidden
     pick = tl.arange(0, k.sizes.topk_bins)
-    rows = tl.multiple_of(sent.rows.to(tl.pointer_type(k.dtype)), 16)
+    rows = elements(sent.rows, k.dtype)
     to = slot.to(tl.pointer_type(k.dtype))
     for w0 in range(0, H, k.sent_block):
         w = w0 + tl.arange(0, k.sent_block)
@@ -88,7 +89,7 @@ def sum_rows(sent, slot, place, weight, k: tl.constexpr):
 @triton.jit
 def load_sum(slot, there, w, k: tl.constexpr):
     """Channels ``w`` of the sum in ``slot``, if it is ``there``; zeros if not."""
-    row = tl.multiple_of(slot.to(tl.pointer_type(k.dtype)), 16)
+    row = elements(slot, k.dtype)
     v = tl.load(row + w, mask=there & (w < k.hidden), other=0.0, cache_modifier=".cg")
     return tl.where(there, v.to(tl.float32), 0.0)
 

@@ -23,15 +23,15 @@ _WORD = tl.constexpr(WORD)
 
 
 @triton.jit
+def elements(address, dtype: tl.constexpr):
+    """``address`` (a multiple of 16) as a pointer to elements of ``dtype``."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def as_words(address, BITS: tl.constexpr):
-    """``address`` (a multiple of 16) as a pointer to words of a payload."""
-    if BITS == 32:
-        p = address.to(tl.pointer_type(tl.int32))
-    elif BITS == 16:
-        p = address.to(tl.pointer_type(tl.int16))
-    else:
-        p = address.to(tl.pointer_type(tl.int8))
-    return tl.multiple_of(p, 16)
+    """The same for words of a payload."""
+    return elements(address, tl.int32 if BITS == 32 else tl.int16 if BITS == 16 else tl.int8)
 
 
 @triton.jit
@@ -192,15 +192,11 @@ def store_cast(
     TO, SCALES: bytes from one row to the next. S: words of scales.
     """
     at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
-    to = tl.multiple_of(dst.to(tl.pointer_type(how.to)), 16) + row.to(tl.int64)[:, None] * TO
-    if how.scale_bytes == _WORD:
-        mask = here & (g < S)
-        scales_at = scales.to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * (SCALES // 4)
-        tl.store(scales_at + g, scale, mask=mask)
-    else:
-        mask = here & (g < 4 * S)
-        scales_at = scales.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * SCALES
-        tl.store(scales_at + g, scale, mask=mask)
+    to = elements(dst, how.to) + row.to(tl.int64)[:, None] * TO
+    mask = here & (g < S * _WORD // how.scale_bytes)
+    kind: tl.constexpr = tl.float32 if how.scale_bytes == _WORD else tl.int8
+    scales_at = scales.to(tl.pointer_type(kind)) + row.to(tl.int64) * (SCALES // how.scale_bytes)
+    tl.store(scales_at + g, scale, mask=mask)
     tl.store(to + at, values, mask=here[:, None] & (at < H))
 
 
@@ -213,8 +209,8 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
     """
     num_rows: tl.constexpr = here.shape[0]
     g, there = tl.arange(0, num_rows * how.groups) % how.groups, of_each(here, num_rows, how.groups)
-    source = tl.multiple_of(x.to(tl.pointer_type(how.dtype)), 16)
-    floats = load_groups(source, of_each(token, num_rows, how.groups), g, there, row.hidden, how)
+    source, token = elements(x, how.dtype), of_each(token, num_rows, how.groups)
+    floats = load_groups(source, token, g, there, row.hidden, how)
     values, scale = cast(floats, g, row.hidden, how)
     store_cast(
         values, scale, target.words, target.stride, scales.words, scales.stride,

@@ -47,7 +47,7 @@ from tokenyard.kernels.combine import (
     Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, load_rows
+from tokenyard.kernels.payload import as_words, elements, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
@@ -130,7 +130,7 @@ def _sum_chunk(parts, first, to, count, k: tl.constexpr):
     j = tl.arange(0, triton.next_power_of_2(k.chunk))
     here = j < count
     each = result_rows(parts, first + j, here, k)
-    to = tl.multiple_of(to.to(tl.pointer_type(k.dtype)), 16) + j.to(tl.int64)[:, None] * H
+    to = elements(to, k.dtype) + j.to(tl.int64)[:, None] * H
     if _are_few(each, k):
         _store_chunk(parts, each, to, here, k.few, MORE, k)
     else:

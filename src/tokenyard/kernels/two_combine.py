@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import (
-    Chunk, CombineConfig, Partials, Sums, send_sums_chunk, tiles_of, types_of,
+    Chunk, CombineConfig, Partials, Sums, send_sums_chunk, sums_in, tiles_of, types_of,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
@@ -63,9 +63,7 @@ from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, place_in_round,
     reports, rows_of_turn, tasks_of_worker,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import (
-    NodeRows, elements_before, in_network_ring, node_sum, node_weights,
-)  # fmt: skip
+from tokenyard.kernels.two_sums import NodeRows, node_sum, node_weights
 
 
 @triton.jit
@@ -76,7 +74,7 @@ def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
     for k0 in tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages):
         w = k0 + tl.arange(0, k.tiles.block_summed)
         v = node_sum(parts, rows, w, k)
-        to = in_network_ring(ring, k) + elements_before(slot, k)
+        to = sums_in(ring, slot, k)
         tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
     if k.picks:
         pick = tl.arange(0, triton.next_power_of_2(k.picks))

@@ -81,8 +81,7 @@ def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, 
     for k0 in range(0, SLOT if k.grid.ranks_per_node > 1 else 0, k.forward_block):
         w = k0 + tl.arange(0, k.forward_block)
         mask = here[:, None] & (w < SLOT)[None, :]
-        x = tl.multiple_of(ring.to(tl.pointer_type(tl.int32)), 16)
-        x = x + batch.index.to(tl.int64)[:, None] * SLOT + w[None, :]
+        x = as_words(ring, 32) + batch.index.to(tl.int64)[:, None] * SLOT + w[None, :]
         v = tl.load(x, mask=mask, cache_modifier=".cg")
         if k.at_once:
             to = as_words(result.rows, 32) + batch.arrival.to(tl.int64)[:, None] * k.row.words
@@ -94,8 +93,7 @@ def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, 
             goes = tl.sum(tl.where(one, hit, 0), axis=1) > 0
             slot = (tl.sum(tl.where(one, at, 0), axis=1) % k.ring.slots).to(tl.int64)
             to = peer_base(peers.regions, home * k.grid.ranks_per_node + p) + rings
-            to = tl.multiple_of(to.to(tl.pointer_type(tl.int32)), 16)
-            to = to + slot[:, None] * SLOT + w[None, :]
+            to = as_words(to, 32) + slot[:, None] * SLOT + w[None, :]
             tl.store(to, v, mask=mask & goes[:, None], cache_modifier=".cs")
 
 

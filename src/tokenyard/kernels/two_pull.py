@@ -28,7 +28,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import Sums, Tiles
+from tokenyard.kernels.combine import Sums, Tiles, sums_in
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
@@ -51,9 +51,7 @@ from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, reports, rows_of_turn,
     tasks_of_worker,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import (
-    Tokens, add_nodes, elements_before, in_network_ring, in_place_sum,
-)  # fmt: skip
+from tokenyard.kernels.two_sums import Tokens, add_nodes, in_place_sum
 from tokenyard.routing import power_of_two_at_least
 
 
@@ -86,7 +84,7 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
         for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
             w = k0 + tl.arange(0, BLOCK)
             v = in_place_sum(rows_at, at, w, k)
-            to = in_network_ring(ring, k) + elements_before(first + j + b, k)
+            to = sums_in(ring, first + j + b, k)
             tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
     return there, here
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.combine import partial_rows, result_rows, store_sums
+from tokenyard.kernels.combine import partial_rows, result_rows, store_sums, sums_in
 from tokenyard.kernels.payload import load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import ring_of
@@ -43,18 +43,6 @@ class Tokens(NamedTuple):
     here: Any
     places: Any
     lows: Any
-
-
-@triton.jit
-def in_network_ring(ring, k: tl.constexpr):
-    """Pointer to the row in the first slot of a network ring."""
-    return tl.multiple_of(ring.to(tl.pointer_type(k.dtype)), 16)
-
-
-@triton.jit
-def elements_before(slot, k: tl.constexpr):
-    """How many ``[B, 1]`` before slots ``[B]``."""
-    return slot.to(tl.int64)[:, None] * (k.row.slot_bytes * 8 // k.dtype.primitive_bitwidth)
 
 
 @triton.jit
@@ -135,7 +123,7 @@ def add_nodes(v_home, tokens, sums, mine, home, channel, w, k: tl.constexpr):
         place = tl.sum(tl.where((r == R + g)[None, :], tokens.places, 0), axis=1)
         slot = (place - tl.sum(tl.where(r == R + g, tokens.lows, 0))) % net.slots
         ring = ring_at(mine, (home * 0) + o, channel, k)
-        rows = in_network_ring(ring, k) + elements_before(slot, k)
+        rows = sums_in(ring, slot, k)
         mask = (place >= 0)[:, None] & (w < k.row.hidden)[None, :]
         v = tl.load(rows + w[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         # no sum that begins with 0.0 is -0.0
