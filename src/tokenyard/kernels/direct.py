@@ -18,31 +18,8 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast, elements, load_groups, of_each, store_cast
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import first_in, go_of, in_bound
-from tokenyard.kernels.structs import (
-    Batch, Cast, Grid, NetworkRing, Result, Routing, RowConstants, Strides,
-)  # fmt: skip
+from tokenyard.kernels.structs import Batch, Result, Routing
 from tokenyard.kernels.sync import RANK, given_up, words
-
-
-class DirectConfig(NamedTuple):
-    """What is known of a dispatch in place when its kernel is compiled."""
-
-    ranks: int
-    plan_ranks: int  # destinations that plans know: ranks, then nodes
-    rank_bins: int  # a power of two, not less
-    channels: int
-    row: RowConstants
-    in_memory: Strides  # of the payload that is sent
-    cast: Cast
-    rows_sent: int  # tokens in flight
-    block: int  # words of each row in flight
-    in_slot: Strides  # of rows in a network ring
-    grid: Grid
-    network_ring: NetworkRing
-    placing: Placing
-    rows_forwarded: int  # rows in flight of a forwarder
-    heap: bool  # buffers are blocks of heaps, which the plan knows;
-    told: bool  # or of which ranks tell each other as they announce the call
 
 
 class UnpackConfig(NamedTuple):

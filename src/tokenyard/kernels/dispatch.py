@@ -38,19 +38,23 @@ class DispatchConfig(NamedTuple):
     row: RowConstants
     in_memory: Strides  # of the payload that is sent
     in_slot: Strides  # of rows in a ring
-    ring: RingLayout
     cast: Cast
     placing: Placing
     rows_sent: int  # rows in flight of those who read the input, and may cast it
     rows_received: int
     block: int  # words of each row in flight
-    padding: bool  # blocks of experts end in rows of zeros
     grid: Grid
     network_ring: NetworkRing
     rows_forwarded: int  # rows in flight of a forwarder
-    forward_block: int  # words of each
-    at_once: bool  # it reads a row once for all its places, the result's among them
-    behind_heaps: bool  # a launch before may have moved the rows to heaps
+    # through rings
+    ring: RingLayout = RingLayout(0, 0, 0, 0)
+    padding: bool = False  # blocks of experts end in rows of zeros
+    forward_block: int = 0  # words of each row of a forwarder
+    at_once: bool = False  # it reads a row once for all its places, the result's among them
+    behind_heaps: bool = False  # a launch before may have moved the rows to heaps
+    # in place
+    heap: bool = False  # buffers are blocks of heaps, which the plan knows;
+    told: bool = False  # or of which ranks tell each other as they announce the call
 
 
 @triton.jit
@@ -250,15 +254,14 @@ def config_of(
     workspace: Any, config: Any, row_layout: Any, mode: Any, dtype: Any, placing: Placing,
     most: int, **more: Any,
 ) -> DispatchConfig:  # fmt: skip
-    """Constants of a dispatch through rings, with at most ``most`` rows in flight."""
-    row, slots = row_constants(row_layout), workspace.slots(row_layout)
+    """Constants of a dispatch, with at most ``most`` rows in flight."""
+    row = row_constants(row_layout)
     block = min(power_of_two_at_least(row_layout.words), config.block)
     sent, received = rows_sent(config, row_layout, mode, block, most), config.rows_of(block, most)
     return DispatchConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         plan_ranks=workspace.plan_ranks, channels=workspace.tuning.channels, row=row,
         in_memory=strides_in_memory(row), in_slot=strides_in_slots(row),
-        ring=RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots)),
         cast=cast_of(row_layout, mode, dtype), placing=placing,
         rows_sent=sent, rows_received=received, block=block, **more,
     )  # fmt: skip

@@ -52,19 +52,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.direct import Buffers, DirectConfig, write_rows
-from tokenyard.kernels.dispatch import in_slots
+from tokenyard.kernels.direct import Buffers, write_rows
+from tokenyard.kernels.dispatch import config_of, in_slots
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import cast_of, rows_sent
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
     EPOCH, block_place, block_room, block_told, first_out, go_of, in_bound, out_bound, peer_base,
     place_of,
 )  # fmt: skip
-from tokenyard.kernels.structs import (
-    Payload, Peers, Routing, Turn, grid_of,
-    network_ring_of, row_constants, strides_in_memory, strides_in_slots,
-)  # fmt: skip
+from tokenyard.kernels.structs import Payload, Peers, Routing, Turn, grid_of, network_ring_of
 from tokenyard.kernels.sync import (
     IN_HEAPS, ON_COUNTS, ON_ROWS, RANK, TIMED_OUT, all_agree, give_up, given_up, load_acquire,
     now_ns, words,
@@ -261,8 +257,8 @@ def two_direct_kernel(
     regions, state, plan, buffers, payload: Payload, tag, num_tokens, scales_at, metadata_at,
     heap_bytes, awaited, num_experts, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a ``DirectConfig``; ``buffers`` the table of in-place buffers, or of
-    heaps of ``heap_bytes``, ``awaited`` what this rank tells of its block; scales and metadata
+    """See the module. ``k`` is a ``DispatchConfig``; ``buffers`` the table of in-place buffers, or
+    of heaps of ``heap_bytes``, ``awaited`` what this rank tells of its block; scales and metadata
     begin ``scales_at`` and ``metadata_at`` bytes behind rows; :func:`bind_two_direct` makes the
     launch."""
     grid: tl.constexpr = k.grid
@@ -329,18 +325,13 @@ def bind_two_direct(
     ``bind_two_dispatch``. ``heap``: to blocks of heaps."""
     config, programs = workspace.tuning.direct, workspace.direct_programs
     grid = grid_of(workspace, -(-programs // workspace.tuning.channels))
-    network = network_ring_of(workspace, row_layout)
-    row = row_constants(row_layout)
+    network, fresh = network_ring_of(workspace, row_layout), row_layout.meta_words > 0
+    placing = placing_of(num_topk, 1, by_expert=False, fresh=fresh)
     block = min(power_of_two_at_least(row_layout.words), config.block)
     most = max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node))
-    ranks, fresh = grid.nodes * grid.ranks_per_node, row_layout.meta_words > 0
-    k = DirectConfig(
-        ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
-        channels=workspace.tuning.channels, grid=grid, row=row, in_memory=strides_in_memory(row),
-        in_slot=strides_in_slots(row), network_ring=network, cast=cast_of(row_layout, mode, dtype),
-        placing=placing_of(num_topk, 1, by_expert=False, fresh=fresh),
-        rows_sent=rows_sent(config, row_layout, mode, block, network.chunk),
-        rows_forwarded=config.rows_of(block, min(network.chunk, most)), block=block,
+    k = config_of(
+        workspace, config, row_layout, mode, dtype, placing, network.chunk, grid=grid,
+        network_ring=network, rows_forwarded=config.rows_of(block, min(network.chunk, most)),
         heap=heap and fresh, told=heap and not fresh,
     )  # fmt: skip
     return workspace.bind(two_direct_kernel, programs, config, k)

@@ -63,7 +63,7 @@ from tokenyard.kernels.region import (
     taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
-    Payload, Peers, Result, Routing, Turn, grid_of, network_ring_of,
+    Payload, Peers, Result, RingLayout, Routing, Turn, grid_of, network_ring_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     IN_HEAPS, ON_ROOM, ON_ROWS, RANK, TIMED_OUT, give_up, given_up, load_acquire, now_ns, words,
@@ -282,16 +282,17 @@ def bind_two_dispatch(
     workers = workspace.tuning.workers(config, tasks)
     senders = workspace.tuning.senders(workers, workspace.grid) if mode is None else 0
     grid = grid_of(workspace, workers, senders)
-    network = network_ring_of(workspace, row_layout)
+    network, slots = network_ring_of(workspace, row_layout), workspace.slots(row_layout)
+    ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots))
     placing = placing_of(num_topk, slots_per_row, **placed)
     whole = min(power_of_two_at_least(row_layout.slot_bytes // 4), config.block)
-    most = min(config.chunk_of(workspace.slots(row_layout)), network.chunk)
+    most = min(ring.chunk, network.chunk)
     if placing.by_expert and grid.nodes > 1:  # with the roles between nodes registers are few
         most = 1
     forwarded = min(most, max(1, MOST_FORWARDED // power_of_two_at_least(grid.ranks_per_node)))
     k = config_of(
         workspace, config, row_layout, mode, dtype, placing, most, padding=padding, grid=grid,
-        network_ring=network, forward_block=whole,
+        ring=ring, network_ring=network, forward_block=whole,
         rows_forwarded=1 if placing.by_expert else forward.rows_of(whole, forwarded),
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
         behind_heaps=behind_heaps,

@@ -56,10 +56,7 @@ def put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.co
 @triton.jit
 def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
     """A chunk of rows of this channel for ``node`` into the network ring of its rank of my local
-    index.
-
-    ``k``: a ``DispatchConfig``, or another struct with its fields.
-    """
+    index. ``k``: a ``DispatchConfig``."""
     grid: tl.constexpr = k.grid
     net: tl.constexpr = k.network_ring
     state, c = peers.state, turn.channel
