@@ -25,14 +25,14 @@ from tokenyard import header as head
 from tokenyard.kernels.collective_send import ARRIVALS, is_last
 from tokenyard.kernels.exchange import complete_experts
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows, zero_row
+from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows, rows_at, zero_row
 from tokenyard.kernels.place import (
     Placing, experts_of, floats, keep_slots, num_experts_of, place_metadata, placing_of
 )  # fmt: skip
 from tokenyard.kernels.plan import PlanOutputs, ranks_among_picks
 from tokenyard.kernels.region import block_of, ints, plan_words, start_of
 from tokenyard.kernels.structs import (
-    Batch, Payload, Result, Routing, RowConstants, Rows, Strides, strides_in_slots
+    Batch, Payload, Result, Routing, RowConstants, Strides, strides_in_slots
 )  # fmt: skip
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
@@ -213,10 +213,8 @@ def _place_flat(payload, counts, a, source, begin, used, experts, result, k: tl.
         tl.store(words(result.arrivals) + to, tl.where(here, a, -1).to(tl.int64))
     if here:
         copy_rows(
-            Rows(
-                words=as_words(payload.rows, row.word_bits), index=a + one, stride=k.strides.payload
-            ),
-            Rows(words=as_words(result.rows, row.word_bits), index=to + one, stride=row.words),
+            rows_at(payload.rows, row.word_bits, a + one, k.strides.payload),
+            rows_at(result.rows, row.word_bits, to + one, row.words),
             one == 0, row.words, k.block,
         )  # fmt: skip
     else:

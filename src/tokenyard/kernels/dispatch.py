@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast_of, cast_rows, copy_rows, rows_sent, zero_row
+from tokenyard.kernels.payload import (
+    as_words, cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row,
+)  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import block_of, first_in, order_of
 from tokenyard.kernels.structs import (
@@ -72,8 +74,8 @@ def pack_rows(x, token, ring, slot, here, k: tl.constexpr):
         scales = Rows(words=ring + row.scales_at, index=slot, stride=row.slot_bytes)
         cast_rows(x, token, target, scales, here, row, k.cast)
     else:
-        source = Rows(words=as_words(x, row.word_bits), index=token, stride=row.words)
-        target = Rows(words=as_words(ring, row.word_bits), index=slot, stride=k.in_slot.payload)
+        source = rows_at(x, row.word_bits, token, row.words)
+        target = rows_at(ring, row.word_bits, slot, k.in_slot.payload)
         copy_rows(source, target, here, row.words, k.block)
 
 
@@ -82,14 +84,12 @@ def pack_metadata(payload, token, ring, slot, here, k: tl.constexpr):
     """Store what goes with rows: scales, unless a cast makes them, and metadata."""
     row: tl.constexpr = k.row
     if row.scale_words and not k.cast.mode:
-        source = Rows(words=as_words(payload.scales, 32), index=token, stride=row.scale_words)
-        target = Rows(words=as_words(ring + row.scales_at, 32), index=slot, stride=k.in_slot.scales)
+        source = rows_at(payload.scales, 32, token, row.scale_words)
+        target = rows_at(ring + row.scales_at, 32, slot, k.in_slot.scales)
         copy_rows(source, target, here, row.scale_words, triton.next_power_of_2(row.scale_words))
     if row.metadata_words:
-        source = Rows(words=as_words(payload.metadata, 32), index=token, stride=row.metadata_words)
-        target = Rows(
-            words=as_words(ring + row.metadata_at, 32), index=slot, stride=k.in_slot.metadata
-        )
+        source = rows_at(payload.metadata, 32, token, row.metadata_words)
+        target = rows_at(ring + row.metadata_at, 32, slot, k.in_slot.metadata)
         copy_rows(
             source, target, here, row.metadata_words, triton.next_power_of_2(row.metadata_words)
         )
@@ -134,12 +134,8 @@ def put_own_batch(payload, batch, experts, routing, result, ring, slot, k: tl.co
     elif k.placing.by_expert:
         place_rows(payload, batch, routing.rank, experts, routing, result, k.in_memory, k.block, k)
     else:
-        source = Rows(
-            words=as_words(payload.rows, row.word_bits), index=batch.index, stride=row.words
-        )
-        target = Rows(
-            words=as_words(result.rows, row.word_bits), index=batch.arrival, stride=row.words
-        )
+        source = rows_at(payload.rows, row.word_bits, batch.index, row.words)
+        target = rows_at(result.rows, row.word_bits, batch.arrival, row.words)
         copy_rows(source, target, batch.here, row.words, k.block)
 
 
@@ -203,9 +199,8 @@ def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.cons
             batch = Batch(index=i % k.ring.slots, arrival=first + i, here=here)
             place_rows(slots, batch, source, experts, routing, result, k.in_slot, k.block, k)
         else:
-            slots = as_words(ring, row.word_bits)
-            from_slot = Rows(words=slots, index=i % k.ring.slots, stride=k.in_slot.payload)
-            to = Rows(words=as_words(result.rows, row.word_bits), index=first + i, stride=row.words)
+            from_slot = rows_at(ring, row.word_bits, i % k.ring.slots, k.in_slot.payload)
+            to = rows_at(result.rows, row.word_bits, first + i, row.words)
             copy_rows(from_slot, to, here, row.words, k.block)
     if not k.placing.by_expert and (row.scale_words or k.placing.fresh):
         for j in range(0, count, TOGETHER):

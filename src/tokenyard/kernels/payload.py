@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.formats import FORMATS, POWER_ABOVE, POWER_BELOW, WORD
-from tokenyard.kernels.structs import Cast
+from tokenyard.kernels.structs import Cast, Rows
 from tokenyard.kernels.triton_types import kernel_type
 
 _POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
@@ -32,6 +32,12 @@ def elements(address, dtype: tl.constexpr):
 def as_words(address, BITS: tl.constexpr):
     """The same for words of a payload."""
     return elements(address, tl.int32 if BITS == 32 else tl.int16 if BITS == 16 else tl.int8)
+
+
+@triton.jit
+def rows_at(address, BITS: tl.constexpr, index, stride: tl.constexpr):
+    """Rows ``index`` of a table of words at ``address``, ``stride`` words from one to the next."""
+    return Rows(words=as_words(address, BITS), index=index, stride=stride)
 
 
 @triton.jit

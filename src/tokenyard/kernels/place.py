@@ -20,9 +20,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, most_copies
+from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, most_copies, rows_at
 from tokenyard.kernels.region import first_expert, ints, start_of
-from tokenyard.kernels.structs import Experts, Rows
+from tokenyard.kernels.structs import Experts
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
@@ -141,8 +141,8 @@ def place_metadata(
     sources."""
     if scale_words:
         copy_rows(
-            Rows(words=as_words(payload.scales, 32), index=batch.index, stride=strides.scales),
-            Rows(words=as_words(result.scales, 32), index=batch.arrival, stride=scale_words),
+            rows_at(payload.scales, 32, batch.index, strides.scales),
+            rows_at(result.scales, 32, batch.arrival, scale_words),
             batch.here, scale_words, triton.next_power_of_2(scale_words),
         )  # fmt: skip
     if how.fresh:
@@ -165,15 +165,13 @@ def place_by_expert(
         tl.debug_barrier()  # all threads read what some have stored
     slots = words(result.slots) + batch.arrival.to(tl.int64) * MOST
     copies = most_copies(slots, batch.here, MOST)
-    x, out = as_words(payload.rows, row.word_bits), as_words(result.rows, row.word_bits)
-    copy_rows_to(
-        Rows(words=x, index=batch.index, stride=strides.payload),
-        Rows(words=out, index=slots, stride=row.words), batch.here, copies, row.words, block,
-    )  # fmt: skip
+    sent = rows_at(payload.rows, row.word_bits, batch.index, strides.payload)
+    copies_at = rows_at(result.rows, row.word_bits, slots, row.words)
+    copy_rows_to(sent, copies_at, batch.here, copies, row.words, block)
     if row.scale_words:
         copy_rows_to(
-            Rows(words=as_words(payload.scales, 32), index=batch.index, stride=strides.scales),
-            Rows(words=as_words(result.scales, 32), index=slots, stride=row.scale_words),
+            rows_at(payload.scales, 32, batch.index, strides.scales),
+            rows_at(result.scales, 32, slots, row.scale_words),
             batch.here, copies, row.scale_words, triton.next_power_of_2(row.scale_words),
         )  # fmt: skip
 
@@ -188,11 +186,9 @@ def place_rows(
         place_by_expert(payload, batch, source, experts, routing, result, strides, block, k)
     else:
         row: tl.constexpr = k.row
-        x, out = as_words(payload.rows, row.word_bits), as_words(result.rows, row.word_bits)
-        copy_rows(
-            Rows(words=x, index=batch.index, stride=strides.payload),
-            Rows(words=out, index=batch.arrival, stride=row.words), batch.here, row.words, block,
-        )  # fmt: skip
+        sent = rows_at(payload.rows, row.word_bits, batch.index, strides.payload)
+        placed = rows_at(result.rows, row.word_bits, batch.arrival, row.words)
+        copy_rows(sent, placed, batch.here, row.words, block)
         place_metadata(payload, batch, source, experts, result, strides, row.scale_words, k.placing)
 
 
