@@ -27,8 +27,8 @@ from tokenyard.forks import keep_for_ever
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import COMBINE, DISPATCH, CallKind, Fingerprint
 from tokenyard.kernels import region, two_region
-from tokenyard.kernels.plan import Picks, bind_plan, make_plan
-from tokenyard.kernels.stand_in import bind_stand_ins, launch_call
+from tokenyard.kernels.plan import Picks, bind_plan
+from tokenyard.kernels.stand_in import bind_stand_ins, launch_call, stand_in
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
 from tokenyard.rows import Payload, address
@@ -234,20 +234,13 @@ class PeerEngine(Engine):
             signature.words[head.CALL_AT] = signature.fingerprint.call
             self._header_in[: signature.words.shape[0]] = signature.words
         self._memory.gate()
-        make_plan(
-            launch,
-            workspace,
-            picks=Picks(topk_idx.data_ptr(), address(weights)),
-            plan=counted.route.data_ptr(),
-            outputs=filled_of(counted),
-            nonce=self._calls,
-            tag=signature.tag,
-            num_tokens=tokens,
-            num_experts=config.num_experts,
-            most_rows=most,
-            num_rows=rows | above << 32,
-            alignment=spec.expert_alignment,
-        )
+        stand_in(workspace, signature.tag, plan=True)
+        launch(
+            Picks(topk_idx.data_ptr(), address(weights)), workspace.peers, workspace.state_at,
+            workspace.scratch_at, counted.route.data_ptr(), filled_of(counted),
+            workspace.header_in_at, workspace.header_out_at, self._calls, signature.tag, tokens,
+            config.num_experts, most, rows | above << 32, spec.expert_alignment,
+        )  # fmt: skip
         return counted
 
     def _plan_words(self, num_tokens: Any) -> Any:

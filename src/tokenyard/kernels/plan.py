@@ -43,7 +43,6 @@ from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
 )  # fmt: skip
-from tokenyard.kernels.stand_in import stand_in
 from tokenyard.kernels.structs import Grid, Routing, grid_of
 from tokenyard.kernels.sync import (
     ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
@@ -253,7 +252,7 @@ def plan_kernel(
     picks: Picks, regions, state, scratch, plan, outputs: PlanOutputs, header_in, header_out, nonce,
     tag, num_tokens, num_experts, most_rows, num_rows, alignment, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`PlanConfig`; :func:`make_plan` launches it.
+    """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` makes the launch.
 
     ``scratch``: int32 ``hist [channels, columns]`` and ``before [channels + 1, columns]``, then
     int64 ``marks [channels, 2]``.
@@ -324,7 +323,9 @@ def bind_plan(
     exact: bool, weighted: bool, wide: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Flags are as
-    in :class:`PlanConfig`."""
+    in :class:`PlanConfig`. Of a launch: ``nonce`` is what the host waits for, ``most_rows`` that a
+    rank may announce, ``num_rows`` that the result has room for, as ``matrix`` of
+    ``kernels/region.py`` tells it."""
     bins, channels = power_of_two_at_least, workspace.tuning.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
@@ -340,18 +341,3 @@ def bind_plan(
         grid=grid_of(workspace, 0)._replace(local_bins=0, mapped=False),
     )  # fmt: skip
     return workspace.memory.bind(plan_kernel, channels, num_warps=8, max_registers=None, k=k)
-
-
-def make_plan(
-    launch: Callable[..., None], workspace: Any, *, picks: Picks, plan: int, outputs: PlanOutputs,
-    nonce: int, tag: int, num_tokens: int, num_experts: int, most_rows: int, num_rows: int,
-    alignment: int,
-) -> None:  # fmt: skip
-    """Launch what :func:`bind_plan` made. ``nonce``: what the host waits for. ``most_rows``: that a
-    rank may announce. ``num_rows``: that the result has room for."""
-    stand_in(workspace, tag, plan=True)
-    launch(
-        picks, workspace.peers, workspace.state_at, workspace.scratch_at, plan, outputs,
-        workspace.header_in_at, workspace.header_out_at, nonce, tag, num_tokens, num_experts,
-        most_rows, num_rows, alignment,
-    )  # fmt: skip
