@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard import header as head
 from tokenyard.kernels.collective_send import ARRIVALS, is_last
 from tokenyard.kernels.exchange import complete_experts
 from tokenyard.kernels.names import shown_as
@@ -30,14 +29,13 @@ from tokenyard.kernels.place import (
     Placing, experts_of, floats, keep_slots, num_experts_of, place_metadata, placing_of
 )  # fmt: skip
 from tokenyard.kernels.plan import PlanOutputs, ranks_among_picks
-from tokenyard.kernels.region import block_of, ints, plan_words, start_of
+from tokenyard.kernels.region import COUNTS_AT, ROWS_AT, block_of, ints, plan_words, start_of
 from tokenyard.kernels.structs import (
     Batch, Payload, Result, Routing, RowConstants, Strides, strides_in_slots
 )  # fmt: skip
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
-_ROWS_AT, _COUNTS_AT = (tl.constexpr(at) for at in (head.NUM_ROWS, head.COUNTS))
 MOST_PARTS, MOST_PLACED, MOST_SUMMED = 128, 128, tl.constexpr(4096)
 """Parts of all ranks' rows, picks that a program compares at once, and counts that one adds up."""
 
@@ -80,7 +78,7 @@ def _sources(headers, most_rows, k: tl.constexpr):
     """Where rows of each rank begin, and how many places they have, ``[rank_bins]``."""
     s = tl.arange(0, k.rank_bins)
     if k.exact:
-        rows = tl.load(words(headers) + s * k.header_words + _ROWS_AT, mask=s < k.ranks, other=0)
+        rows = tl.load(words(headers) + s * k.header_words + ROWS_AT, mask=s < k.ranks, other=0)
         rows = rows.to(tl.int32)
         return tl.cumsum(rows, 0) - rows, rows
     else:
@@ -314,7 +312,7 @@ def collective_place_kernel(
         at = _totals(counts.parts, k) + k.rank_bins * k.local_bins + s
         used = tl.load(at, mask=s < k.ranks, other=0)
     elif pid == 0:
-        at = words(headers) + s[:, None] * k.header_words + _COUNTS_AT + e[None, :]
+        at = words(headers) + s[:, None] * k.header_words + COUNTS_AT + e[None, :]
         mask = (s < k.ranks)[:, None] & (e < local)[None, :]
         per_expert = tl.sum(tl.load(at, mask=mask, other=0), axis=0).to(tl.int32)
         tl.store(ints(tokens_per_expert) + e, per_expert, mask=e < local)

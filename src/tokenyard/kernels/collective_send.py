@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard import header as head
 from tokenyard.kernels.exchange import experts_before, said_of
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, cast, copy_row_to, elements, load_groups, store_cast
 from tokenyard.kernels.plan import (
     MOST_COMPARED, MOST_MERGED, Picks, PlanConfig, PlanOutputs, count_channel,
 )  # fmt: skip
-from tokenyard.kernels.region import first_expert, first_out, ints, out_bound, place_of, plan_words
+from tokenyard.kernels.region import (
+    CALL_AT, COUNTS_AT, ROWS_AT, first_expert, first_out, ints, out_bound, place_of, plan_words,
+)  # fmt: skip
 from tokenyard.kernels.structs import Cast, Grid, Payload, Routing, RowConstants
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
-_CALL_AT, _ROWS_AT, _COUNTS_AT = map(tl.constexpr, (head.CALL_AT, head.NUM_ROWS, head.COUNTS))
 CHANNELS, FEW_CHANNELS = 64, 8
 """Programs of a plan, and those for few tokens."""
 MOST_COLUMNS = tl.constexpr(32)
@@ -102,16 +102,16 @@ def _write_headers(headers, said, totals, num_experts, k: tl.constexpr):
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
     w = tl.arange(0, k.header_bins)
     most_local = (num_experts + R - 1) // R
-    rank = w - _COUNTS_AT - most_local  # of the wire's matrix, if it has one
+    rank = w - COUNTS_AT - most_local  # of the wire's matrix, if it has one
     row = tl.load(totals + rank, mask=(rank >= 0) & (w < W), other=0).to(tl.int64)
     for d0 in range(0, R, AT_ONCE):
         d = d0 + tl.arange(0, AT_ONCE)
         there = (d < R)[:, None]
         rows = tl.load(totals + d, mask=d < R, other=0).to(tl.int64)
-        v = tl.where(w[None, :] == _ROWS_AT, rows[:, None], said[None, :])
+        v = tl.where(w[None, :] == ROWS_AT, rows[:, None], said[None, :])
         v = tl.where((rank >= 0)[None, :], row[None, :], v)
-        expert = first_expert(d, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
-        held = (w >= _COUNTS_AT)[None, :] & (rank < 0)[None, :] & there
+        expert = first_expert(d, num_experts, R)[:, None] + w[None, :] - COUNTS_AT
+        held = (w >= COUNTS_AT)[None, :] & (rank < 0)[None, :] & there
         mine = held & (expert < first_expert(d + 1, num_experts, R)[:, None])
         counts = tl.load(totals + k.rank_bins + expert, mask=mine, other=0).to(tl.int64)
         v = tl.where(held, counts, v)
@@ -150,8 +150,8 @@ def collective_plan_kernel(
         experts_before(hist, totals + k.rank_bins, C, num_experts, k)
         tl.debug_barrier()
         w = tl.arange(0, k.header_bins)
-        said = tl.load(words(said_at) + w, mask=(w < _ROWS_AT) & (said_at != 0), other=0)
-        said = tl.where(w == _CALL_AT, call, said)
+        said = tl.load(words(said_at) + w, mask=(w < ROWS_AT) & (said_at != 0), other=0)
+        said = tl.where(w == CALL_AT, call, said)
         said = said_of(picks, marks, said, words(state), num_tokens, k)
         if headers != 0:
             _write_headers(headers, said, totals, num_experts, k)

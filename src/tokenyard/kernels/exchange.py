@@ -7,18 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenyard import header as head
 from tokenyard.kernels.place import tell_blocks
 from tokenyard.kernels.region import (
-    arrival_of, block_of, bounds_of, first_back, first_expert, first_in, first_out, header_of,
-    in_bound, ints, matrix_of, out_bound, start_of,
+    COUNTS_AT, ROUTING_AT, ROWS_AT, STATUS_AT, TOKENS_AT, arrival_of, block_of, bounds_of,
+    first_back, first_expert, first_in, first_out, header_of, in_bound, ints, matrix_of, out_bound,
+    start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import STATUS, add_release, words
 from tokenyard.kernels.two_headers import put_node_headers, to_node_header
 
-_STATUS_AT, _ROUTING_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = map(
-    tl.constexpr, (head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
-)
 NO_PICK = tl.constexpr(2**62)
 """Instead of the place of the first bad pick: there is none."""
 BAD_AT, BAD_VALUE = 6, 7
@@ -62,12 +59,12 @@ def said_of(picks, marks, said, status, num_tokens, k: tl.constexpr):
                 tl.store(status + 7, value)
                 tl.store(status + 6, bad + 1)
     if k.exact:
-        said = tl.where((w == _STATUS_AT) & (bad < NO_PICK), 2, said)
-        said = tl.where((w == _STATUS_AT + 1) & (bad < NO_PICK), bad, said)
-        said = tl.where(w == _STATUS_AT + 2, value, said)
-        said = tl.where((w == _STATUS_AT + 3) & (bad < NO_PICK), k.topk, said)
-    said = tl.where(w == _ROUTING_AT, digest, said)
-    return tl.where(w == _TOKENS_AT, num_tokens.to(tl.int64), said)
+        said = tl.where((w == STATUS_AT) & (bad < NO_PICK), 2, said)
+        said = tl.where((w == STATUS_AT + 1) & (bad < NO_PICK), bad, said)
+        said = tl.where(w == STATUS_AT + 2, value, said)
+        said = tl.where((w == STATUS_AT + 3) & (bad < NO_PICK), k.topk, said)
+    said = tl.where(w == ROUTING_AT, digest, said)
+    return tl.where(w == TOKENS_AT, num_tokens.to(tl.int64), said)
 
 
 @triton.jit
@@ -91,9 +88,9 @@ def _send_headers(regions, me, totals, said, parity, num_experts, room, tag, k: 
         if P < R:
             to_header, to_matrix = to_node_header(to_header, to_matrix, regions, me, parity, to, k)
         total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
-        v = tl.where(w[None, :] == _ROWS_AT, total[:, None], said[None, :])
-        expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - _COUNTS_AT
-        held = (w >= _COUNTS_AT)[None, :]
+        v = tl.where(w[None, :] == ROWS_AT, total[:, None], said[None, :])
+        expert = first_expert(to, num_experts, R)[:, None] + w[None, :] - COUNTS_AT
+        held = (w >= COUNTS_AT)[None, :]
         held = held & (expert < first_expert(to + 1, num_experts, R)[:, None]) & there[:, None]
         held_rows = tl.load(totals + k.rank_bins + expert, mask=held, other=0).to(tl.int64)
         v = tl.where(held, held_rows, v)
@@ -149,10 +146,10 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     matrix = matrix_of(mine, parity, s, k)
     # all loads before a store
     bounds = tl.load(bounds_of(mine, parity, s, k)[:, None] + c[None, :], mask=both, other=0)
-    rows = tl.load(headers + _ROWS_AT, mask=known, other=0)
+    rows = tl.load(headers + ROWS_AT, mask=known, other=0)
     mask = known[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
-    pairs = headers[:, None] + _COUNTS_AT + e[None, :]
+    pairs = headers[:, None] + COUNTS_AT + e[None, :]
     pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
     tl.store(in_bound(plan, s, 0, k)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
     tl.store(in_bound(plan, s, C, k), rows.to(tl.int32), mask=known)

@@ -14,15 +14,14 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.region import block_place, block_room, go_of, header_of, matrix_of
+from tokenyard.kernels.region import (
+    COUNTS_AT, ROWS_AT, STATUS_AT, TOKENS_AT, block_place, block_room, go_of, header_of, matrix_of,
+)  # fmt: skip
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, ON_COUNTS, all_agree, give_up, words,
 )  # fmt: skip
 from tokenyard.kernels.two_headers import lacks_table
 
-_STATUS_AT, _TOKENS_AT, _ROWS_AT, _COUNTS_AT = (
-    tl.constexpr(at) for at in (head.STATUS, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS)
-)
 _MAGIC, MOST = tl.constexpr(head.MAGIC), tl.constexpr(head.MOST_ROWS)
 
 
@@ -51,16 +50,16 @@ def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
         tl.store(words(header_out) + 3 + s[:, None] * W + w[None, :], v, mask=mask)
         to_matrix = words(header_out) + 3 + R * W + s[:, None] * R + r[None, :]
         tl.store(to_matrix, row, mask=in_matrix)
-        rows = tl.sum(tl.where((w == _ROWS_AT)[None, :], v, 0), axis=1)
-        tokens = tl.sum(tl.where((w == _TOKENS_AT)[None, :], v, 0), axis=1)
-        counts = tl.where((w >= _COUNTS_AT)[None, :], v, 0)
-        other_call = (w <= _STATUS_AT)[None, :] & (v != own[None, :])
+        rows = tl.sum(tl.where((w == ROWS_AT)[None, :], v, 0), axis=1)
+        tokens = tl.sum(tl.where((w == TOKENS_AT)[None, :], v, 0), axis=1)
+        counts = tl.where((w >= COUNTS_AT)[None, :], v, 0)
+        other_call = (w <= STATUS_AT)[None, :] & (v != own[None, :])
         wrong = other_call | (counts < 0) | (counts > rows[:, None])
         total = tl.sum(counts, axis=1)
         bad = (rows < 0) | (rows > tokens) | (rows > most_rows)
         bad = bad | (total < rows) | (total > rows * k.topk)
         mismatches += tl.sum((known & wrong).to(tl.int64)) + tl.sum(((s < R) & bad).to(tl.int64))
-    return mismatches + tl.max(tl.where(w == _STATUS_AT, own, 0))
+    return mismatches + tl.max(tl.where(w == STATUS_AT, own, 0))
 
 
 @triton.jit
@@ -97,7 +96,7 @@ def validate(
     rooms = places & MOST
     mask = (s < R)[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
-    said = tl.load(headers + (0 if k.exact else _ROWS_AT), mask=s < R, other=0)
+    said = tl.load(headers + (0 if k.exact else ROWS_AT), mask=s < R, other=0)
     if k.exact:
         mismatches = _tell_host(mine, me, parity, header_out, most_rows, k)
     else:

@@ -41,7 +41,7 @@ from tokenyard.kernels.header_validation import validate
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
-    TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
+    COUNTS_AT, TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import Grid, Routing, grid_of
 from tokenyard.kernels.sync import (
@@ -49,8 +49,6 @@ from tokenyard.kernels.sync import (
 )  # fmt: skip
 from tokenyard.kernels.two_headers import note_first_forwarded, unpack_node_headers
 from tokenyard.routing import power_of_two_at_least
-
-_COUNTS_AT = tl.constexpr(head.COUNTS)
 
 
 class PlanConfig(NamedTuple):
@@ -278,7 +276,7 @@ def plan_kernel(
     r, w = tl.arange(0, k.rank_bins), tl.arange(0, k.header_bins)
     said = tl.zeros((k.header_bins,), tl.int64)
     if k.exact:  # far away, and not needed before all have counted
-        said = tl.load(words(header_in) + w, mask=(w < _COUNTS_AT) & (c == C - 1), other=0)
+        said = tl.load(words(header_in) + w, mask=(w < COUNTS_AT) & (c == C - 1), other=0)
     ranks = count_channel(picks, outputs, routing, hist + c * k.columns, marks, c, t0, t1, k)
     call = tl.atomic_add(words(state) + TICKETS, 1, sem="release", scope="gpu") // C
     parity = (call % 2).to(tl.int32)

@@ -39,8 +39,15 @@ from functools import cache
 import triton
 import triton.language as tl
 
+from tokenyard import header as head
 from tokenyard.kernels.sync import STATE_WORDS, words
 
+# words of a header
+CALL_AT, STATUS_AT, ROUTING_AT, TOKENS_AT, ROWS_AT, COUNTS_AT = map(
+    tl.constexpr,
+    (head.CALL_AT, head.STATUS, head.ROUTING, head.NUM_TOKENS, head.NUM_ROWS, head.COUNTS),
+)
+# words of the local state
 EPOCH, TICKETS, DIRECT_CALLS = (tl.constexpr(word) for word in range(4, 7))
 LEFT = tl.constexpr(8)
 _STATE = tl.constexpr(STATE_WORDS)

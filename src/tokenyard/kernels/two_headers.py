@@ -24,12 +24,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tokenyard import header as head
 from tokenyard.kernels.call_barrier import CallBarrierConfig, all_in_call, count_call, in_same_call
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
-    EPOCH, arrival_of, bounds_of, first_out, header_of, entered_of, in_bound, matrix_of,
+    EPOCH, TOKENS_AT, arrival_of, bounds_of, first_out, header_of, entered_of, in_bound, matrix_of,
     peer_base, tag_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
@@ -43,8 +42,6 @@ from tokenyard.kernels.two_region import (
     tag_at,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import ON_TIME, reports
-
-_TOKENS_AT = tl.constexpr(head.NUM_TOKENS)
 
 
 @triton.jit
@@ -157,7 +154,7 @@ def lacks_table(mine, state, parity, plan, room, k: tl.constexpr):
     ``room``. Notes this rank's."""
     R: tl.constexpr = k.ranks
     r = tl.arange(0, k.rank_bins)
-    tokens = tl.load(header_of(mine, parity, r, k) + _TOKENS_AT, mask=r < R, other=0)
+    tokens = tl.load(header_of(mine, parity, r, k) + TOKENS_AT, mask=r < R, other=0)
     rooms = tl.load(matrix_of(mine, parity, r, k) + R, mask=r < R, other=2**62) >> 32
     most, least = tl.max(tokens), tl.min(rooms)
     tl.store(first_out(plan, R, k), (room >> 32).to(tl.int32))
