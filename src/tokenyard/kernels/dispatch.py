@@ -20,7 +20,7 @@ from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_r
 from tokenyard.kernels.region import block_of, first_in, order_of
 from tokenyard.kernels.structs import (
     Batch, Cast, Grid, NetworkRing, Payload, RingLayout, RowConstants, Rows, Strides,
-    row_constants, strides_in_memory, strides_in_slots,
+    row_constants, strides_in_slots,
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 
@@ -38,7 +38,7 @@ class DispatchConfig(NamedTuple):
     plan_ranks: int  # destinations that plans know: ranks, then nodes
     channels: int
     row: RowConstants
-    in_memory: Strides  # of the payload that is sent
+    in_memory: Strides  # of the payload that is sent: rows one behind the other
     in_slot: Strides  # of rows in a ring
     cast: Cast
     placing: Placing
@@ -256,7 +256,8 @@ def config_of(
     return DispatchConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         plan_ranks=workspace.plan_ranks, channels=workspace.tuning.channels, row=row,
-        in_memory=strides_in_memory(row), in_slot=strides_in_slots(row),
+        in_memory=Strides(row.words, row.scale_words, row.metadata_words),
+        in_slot=strides_in_slots(row),
         cast=cast_of(row_layout, mode, dtype), placing=placing,
         rows_sent=sent, rows_received=received, block=block, **more,
     )  # fmt: skip

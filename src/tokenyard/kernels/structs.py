@@ -196,11 +196,6 @@ def row_constants(row_layout: Any) -> RowConstants:
     )  # fmt: skip
 
 
-def strides_in_memory(row: RowConstants) -> Strides:
-    """Of rows that stand one behind the other."""
-    return Strides(row.words, row.scale_words, row.metadata_words)
-
-
 def strides_in_slots(row: RowConstants) -> Strides:
     """Of rows in slots of a ring."""
     return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
