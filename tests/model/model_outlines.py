@@ -115,7 +115,7 @@ for range(first, pieces, k.reducers)
     _add_rows(parts)
     if k.picks
       if begin == 0
-        _add_weights(parts)
+        _add_weights(sums)
 """,  # no model: nobody waits for who sums
     ("push", "push_kernel"): """
 if not given_up(state)

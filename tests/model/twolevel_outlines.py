@@ -28,7 +28,7 @@ if left > 0
   load_acquire(words(mine + net_head(node, c, k)))
   else
     if seen >= want
-      _pack_chunk(routing)
+      _pack_chunk(payload)
       put_chunk(peers)
       tl.store(turn.done)
       if left == 0
@@ -60,7 +60,7 @@ while (moved < n) & ok
   if ok
     if k.placing.fresh
       tl.store(rows)
-    _place_batch(peers)
+    _place_batch(routing)
     _copy_slots(peers)
 if moved > 0
   _end_turn(peers)

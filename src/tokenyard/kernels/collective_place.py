@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.collective_send import ARRIVALS, is_last
+from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.exchange import complete_experts
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, copy_row_to, copy_rows, rows_at, zero_row
@@ -31,7 +32,7 @@ from tokenyard.kernels.place import (
 from tokenyard.kernels.plan import PlanOutputs, ranks_among_picks
 from tokenyard.kernels.region import COUNTS_AT, ROWS_AT, block_of, ints, plan_words, start_of
 from tokenyard.kernels.structs import (
-    Batch, Payload, Result, Routing, RowConstants, Strides, strides_in_slots
+    Batch, Result, Routing, RowConstants, Strides, strides_in_slots
 )  # fmt: skip
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
@@ -195,7 +196,7 @@ def _zero(result, to, k: tl.constexpr):
 
 
 @triton.jit
-def _place_flat(payload, counts, a, source, begin, used, experts, result, k: tl.constexpr):
+def _place_flat(payload, a, source, begin, used, experts, result, k: tl.constexpr):
     """Row ``a`` of a flat result. With static shapes rows that are somebody's come first, ``used
     [rank_bins]`` of each rank, and the others, of zeros, behind all of them."""
     row: tl.constexpr = k.row
@@ -303,7 +304,7 @@ def collective_place_kernel(
         plan=counts.plan, rank=rank.to(tl.int32), num_tokens=most_rows * 0,
         num_experts=num_experts.to(tl.int32), num_rows=num_rows.to(tl.int32),
     )  # fmt: skip
-    payload = Payload(rows=recv, scales=recv + k.row.scales_at, metadata=recv + k.row.metadata_at)
+    payload = in_slots(recv, k.row)
     experts, local = experts_of(routing, k), num_experts_of(routing, k)
     s, e = tl.arange(0, k.rank_bins), tl.arange(0, k.local_bins)
     begins, rows = _sources(headers, most_rows, k)
@@ -323,7 +324,7 @@ def collective_place_kernel(
             count = _of(rows, source, k)
             _place_by_expert(payload, counts, a, source, begin, count, routing, result, k)
         else:
-            _place_flat(payload, counts, a, source, begin, used, experts, result, k)
+            _place_flat(payload, a, source, begin, used, experts, result, k)
     if k.by_expert:
         _fill_blocks(routing, local, most_rows, result, k)
 

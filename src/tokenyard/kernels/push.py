@@ -203,7 +203,7 @@ def _landed(state, receive_buffer, places, me, call, k: tl.constexpr):
 
 
 @triton.jit
-def _add_weights(parts, sums, t, here, places, starts, k: tl.constexpr):
+def _add_weights(sums, t, here, places, starts, k: tl.constexpr):
     """Store the sums of the weights of tokens ``t [B]``, of which those ``here``. ``starts
     [rank_bins]``: where weights of each rank's rows begin."""
     K: tl.constexpr = k.picks
@@ -298,7 +298,7 @@ def _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k: tl.
                     at = receive_buffer + k.weights_at + backs * (k.picks * 4)
                     own = parts.picks + first_own.to(tl.int64) * (k.picks * 4)
                     at = tl.where(r == me, own, at)
-                    _add_weights(parts, sums, t, here, places, at, k)
+                    _add_weights(sums, t, here, places, at, k)
         places = _places(plan, (i + k.reducers) // PARTS * k.tokens + b, num_tokens, k)
 
 

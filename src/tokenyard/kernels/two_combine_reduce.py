@@ -51,7 +51,7 @@ def return_network_credits(peers, mine, local, channel, deferred, last, k: tl.co
 
 
 @triton.jit
-def _heads(peers, mine, near, far, channel, k: tl.constexpr):
+def _heads(peers, near, far, channel, k: tl.constexpr):
     """Where those who put rows read how many a reducer has taken, ``[rank_bins]``: near ranks, and
     other nodes where their memory is mapped."""
     P: tl.constexpr = k.grid.ranks_per_node
@@ -124,7 +124,7 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     taken = before
     deferred = tl.load(deferred_at, mask=far & (share.done > 0), other=0)
     lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
-    heads = _heads(peers, mine, near, far, c, k)
+    heads = _heads(peers, near, far, c, k)
     a0, my_low = tl.load(first_in(plan, me, k)), tl.sum(tl.where(r == me, lows, 0))
     low_near = tl.load(out_bound(plan, home * P + q, c, k), mask=q < P, other=0)
     tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, k).to(tl.int64))

@@ -21,7 +21,7 @@ from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports, rows
 
 
 @triton.jit
-def _pack_chunk(routing, payload, order, ring, first, lo, i, n, k: tl.constexpr):
+def _pack_chunk(payload, order, ring, first, lo, i, n, k: tl.constexpr):
     """Pack rows ``lo + i`` .. of ``order`` into the slots of a ring from ``first`` on."""
     b = tl.arange(0, k.rows_sent)
     several = tl.arange(0, TOGETHER)
@@ -80,7 +80,7 @@ def far_turn(peers, routing, payload, node, turn, k: tl.constexpr):
             ring = peer_base(peers.regions, to) + there if grid.mapped else mine + here
             order = order_of(routing.plan, k.ranks + node, routing.num_tokens, k)
             first = i % net.slots  # chunks begin at multiples of net.chunk, and so the ring ends
-            _pack_chunk(routing, payload, order, ring, first, lo, i, n, k)
+            _pack_chunk(payload, order, ring, first, lo, i, n, k)
             put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k)
             left -= n
             tl.store(turn.done, (i + n).to(tl.int64))

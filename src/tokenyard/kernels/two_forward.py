@@ -118,7 +118,7 @@ def destinations(ring, rows, i, here, inside, counts, home, num_experts, k: tl.c
 
 
 @triton.jit
-def _place_batch(peers, routing, result, ring, hop, batch, experts, k: tl.constexpr):
+def _place_batch(routing, result, ring, hop, batch, experts, k: tl.constexpr):
     """Move rows of the network ring to their places; with ``at_once`` their metadata only."""
     slots = in_slots(ring, k.row)
     if k.at_once:
@@ -207,7 +207,7 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
             mine_at = tl.sum(tl.where(my, at, 0), axis=1)
             stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
             batch = Batch(index=i % net.slots, arrival=a0 + mine_at, here=stays)
-            _place_batch(peers, routing, result, ring, hop, batch, experts, k)
+            _place_batch(routing, result, ring, hop, batch, experts, k)
             _copy_slots(peers, result, ring, batch, here, hit, at, hop.home, rings, beside, k)
             counts += more
             moved = tl.minimum(moved + k.rows_forwarded, n)
