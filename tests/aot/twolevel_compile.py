@@ -2,7 +2,8 @@
 (``code_facts.py``).
 
 2 nodes of 2 GPUs; with peer pointers down to machine code, with NVSHMEM's calls down to PTX (its
-library is not at hand). JSON on the standard output.
+library is not at hand): those of :data:`DEEP`, all with ``all``, others down to Triton's first
+intermediate language, in which a fence stands before a put or not. JSON on the standard output.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ REST = re.compile(
 )
 """Which are not worth their seconds in every run: others are compiled of the same kinds. A dispatch
 of rows by expert, which forwards them one by one, is compiled with a cast."""
+
+DEEP = ("two_call_barrier_kernel", "two_direct_kernel", "low_refuse_kernel")
+"""Kernels whose PTX with NVSHMEM's calls is worth its seconds in every run; without these calls all
+are compiled anyway."""
 
 
 class Mapping(Recorder):
@@ -171,8 +176,8 @@ def narrow_rows() -> Launch:
     return memory.launches["two_dispatch_kernel cached"]
 
 
-def network_facts(launch: Launch) -> dict[str, Any]:
-    """Calls of NVSHMEM in the PTX."""
+def network_facts(launch: Launch, last: str) -> dict[str, Any]:
+    """Calls of NVSHMEM in the code that stage ``last`` makes."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -200,18 +205,20 @@ def network_facts(launch: Launch) -> dict[str, Any]:
     metadata: dict[str, Any] = {"hash": "", "target": target, **options.__dict__}
     for name, stage in stages.items():
         module = stage(module, metadata)
-        if name == "ptx":
+        if name == last:
             break
     return {
-        "puts": len(re.findall(r"\bnvshmemx_putmem_signal_block,", str(module))),
-        "fences": len(re.findall(r"\bnvshmem_fence,", str(module))),
+        "puts": len(re.findall(r'\bnvshmemx_putmem_signal_block[",]', str(module))),
+        "fences": len(re.findall(r'\bnvshmem_fence[",]', str(module))),
     }
 
 
 def facts_of_any(number: int) -> dict[str, Any]:
     """Of the launch of this number."""
     name, launch = nvlink_compile.LAUNCHES[number]
-    return network_facts(launch) if name.endswith("network") else facts_of(number)
+    if not name.endswith("network"):
+        return facts_of(number)
+    return network_facts(launch, "ptx" if "all" in sys.argv or name.startswith(DEEP) else "ttir")
 
 
 if __name__ == "__main__":
