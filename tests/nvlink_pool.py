@@ -10,12 +10,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from tokenyard.launch import forks
 
 without_devices = pytest.mark.skipif(
     os.environ.get("TOKENYARD_TEST_DEVICE", "cpu") != "cpu",
@@ -30,13 +34,21 @@ def seeds(count: int) -> range:
     return range(count if SOAK == 1 else 2 * count * SOAK)
 
 
+def little_patience() -> AbstractContextManager[Any]:
+    """Inside, the simulator believes sooner that a program waits until a deadline. The engines'
+    kernels look at the clock every 16 polls; others may count their rounds for longer.
+    """
+    return mock.patch("tokenyard.testing.simulator.standstill._PATIENCE", (16, 32, 32))
+
+
 Job = tuple[str, tuple[Any, ...]]
 """``module.function`` and its arguments."""
 
 
-def _interpret() -> None:
+def _interpret(environment: dict[str, str]) -> None:
     os.nice(5)  # tests that wait for each other in real time go first
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.clear()  # it may be that of the fork server
+    os.environ.update(environment, TRITON_INTERPRET="1")
     import_module("torch").set_num_threads(1)
 
 
@@ -44,7 +56,10 @@ def _interpret() -> None:
 def _pool() -> ProcessPoolExecutor:
     beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     workers = max(1, min(4, (os.cpu_count() or 1) // beside))
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_interpret)
+    # forks have Triton as this process has it
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    context = forks() if interpreting else get_context("spawn")
+    return ProcessPoolExecutor(workers, context, _interpret, (dict(os.environ),))
 
 
 def _call(job: Job) -> tuple[Any, str]:

@@ -20,6 +20,7 @@ from cases import PLAIN, Case
 from low_latency_cases import MAJOR, PADDED, Scenario
 from low_latency_mutations import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached
+from nvlink_pool import little_patience
 from tokenyard import reference
 from tokenyard.engines.base import CombineArguments
 from tokenyard.engines.low_latency_options import CallOptions
@@ -321,7 +322,7 @@ def play(
         assert silent is None or not active[silent], (active, silent)
         return "", active
 
-    with poisoned(), reached(scenario):
+    with poisoned(), reached(scenario), little_patience():
         options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
         return simulate(scenario.world_size, guarded, seed=seed, **options), max(steps, default=0)
 

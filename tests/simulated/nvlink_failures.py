@@ -29,6 +29,7 @@ from nvlink_cases import (
     spec_of,
 )
 from nvlink_mutations import planted
+from nvlink_pool import little_patience
 from nvlink_ranks import MOST_STEPS, RankRun
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.errors import PeerTimeout
@@ -65,7 +66,7 @@ def play(
             mine.engine.close()
             steps.append(ranks.sim.steps)
 
-    with poisoned():
+    with poisoned(), little_patience():
         options = {"max_steps": MOST_STEPS, "strict": True, "timeouts": True, **options}
         return simulate(scenario.world_size, guarded, seed=seed, **options), max(steps, default=0)
 
