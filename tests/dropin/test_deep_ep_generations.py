@@ -120,9 +120,11 @@ def seen(*arguments: str, generation: str, path: list[Path], said: str = "") -> 
     check(json.loads(done.stdout), generation)
 
 
-@pytest.mark.parametrize(("option", "generation"), [((), "1"), (("--generation=2.5",), "2.5")])
+@pytest.mark.parametrize(
+    ("option", "generation"), [((), "1"), (("--generation=2.5",), "2.5")][-SOAK:]
+)
 def test_run(option: tuple[str, ...], generation: str) -> None:
-    """Whatever the variable says."""
+    """Whatever the variable says. ``test_deep_ep_program.py`` runs one without an option."""
     call = "-m", "tokenyard.deep_ep", "run", *option, PROBES
     seen(*call, generation=generation, path=[SOURCES], said="2")
 
