@@ -20,6 +20,7 @@ import triton.language as tl
 
 import tokenyard as ty
 from cases import Case, check_received, rows_to_combine
+from nvlink_pool import little_patience
 from recover_simulated import HIDDEN, TOKENS, make, rounds, until_lost
 from tokenyard.kernels.sync import (
     ON_CALL_BARRIER,
@@ -182,7 +183,7 @@ def late(engine: str, seed: int) -> None:
         assert told(ep, before) == waits  # it is closed, and says the same
         other.close()
 
-    with poisoned():
+    with poisoned(), little_patience():
         simulate(
             4 if engine == "twolevel" else 3, body, seed=seed, timeouts=True, max_steps=3_000_000
         )
