@@ -63,6 +63,8 @@ LONGEST = (
     "test_twolevel_failures",
     "test_megatron",
     "test_compile",
+    "test_low_latency",
+    "test_machine_code",
     "test_failures",
     "test_twolevel_mutations",
     "test_nvlink_mutations",
@@ -76,7 +78,6 @@ LONGEST = (
     "test_automodel",
     "test_bench_twolevel",
     "test_demo",
-    "test_low_latency",
     "test_doctor",
     "test_deep_ep_simulated",
     "test_hosts",
@@ -86,9 +87,13 @@ LONGEST = (
     "test_sglang_v2",
     "test_bench",
     "test_gradients",
-    "test_machine_code",
     "test_torchtitan_v1",
     "test_interrupt",
+    "test_collective_aot",
+    "test_rail_model",
+    "test_simulator_weak",
+    "test_protocol_model",
+    "test_waits_simulated",
 )
 """Files that take more than ten seconds. Ranks of test_recover and test_failures mostly wait: early
 and apart, while other workers keep the processors busy.
