@@ -52,8 +52,7 @@ def print_line(console: Console, text: str) -> None:
 
 def print_table(console: Console, title: str, columns: str, rows: Rows) -> None:
     """A blank line, a bold title and a table. ``columns``: heads with ``|`` between; those that
-    begin with ``<`` are set left, the others right.
-    """
+    begin with ``<`` are set left, the others right."""
     named = bool(columns.strip("<|"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=named)
     for head in columns.split("|"):

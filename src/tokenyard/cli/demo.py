@@ -1,6 +1,5 @@
 """``tokenyard demo``: an MoE layer in plain torch (byte embedding, softmax top-k router, SwiGLU
-experts), over ranks and on one process.
-"""
+experts), over ranks and on one process."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def demo(options: Options) -> None:
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     """A name for the text, and its first bytes. Default: the README, which the installed package
-    has with it.
-    """
+    has with it."""
     name = "tokenyard's README" if path is None else path.name
     try:
         if path is not None:
@@ -140,8 +138,7 @@ class Expert(nn.Module):
 
 class MoeLayer(nn.Module):
     """One MoE layer, float32, with the same weights on every rank. Called on byte values ``[T]`` it
-    runs all of its experts in one process, and returns ``[T, H]``.
-    """
+    runs all of its experts in one process, and returns ``[T, H]``."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -169,8 +166,7 @@ class MoeLayer(nn.Module):
         self, ep: ty.ExpertParallel, tokens: Tensor, held: slice
     ) -> tuple[Tensor, ty.Received]:
         """The same of a rank's own ``tokens [T]``, of experts ``held`` on this rank and others on
-        others; and the rows that came here. Collective.
-        """
+        others; and the rows that came here. Collective."""
         x = self.embedding(tokens)
         recv = ep.dispatch(x, *self.route(x), layout=ty.Layout.EXPERT_MAJOR)
         blocks = torch.split_with_sizes(recv.x, recv.tokens_per_expert_list)
@@ -183,8 +179,7 @@ class MoeLayer(nn.Module):
 def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, Tensor]:
     """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate gradient``,
     ... Those of the experts ``held`` are one behind the other. A gradient that backward did not
-    make counts as zero.
-    """
+    make counts as zero."""
     modules: dict[str, list[Any]] = {name: [getattr(layer, name)] for name in SHARED}
     for name in PER_EXPERT:
         modules[name] = [getattr(expert, name) for expert in layer.experts[held]]
@@ -229,8 +224,7 @@ class Part:
 
 def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
     """Be one rank, with a part of the text and of the experts: what all saw, in their order.
-    Collective.
-    """
+    Collective."""
     world, rank = dist.get_world_size(), dist.get_rank()
     split, owned = expert_bounds(len(text), world), expert_bounds(options.experts, world)
     mine, held = slice(*split[rank : rank + 2]), slice(*owned[rank : rank + 2])

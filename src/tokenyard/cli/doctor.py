@@ -157,8 +157,7 @@ def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, o
 
 def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
     """One rank's part: two layouts, experts that do not divide by the ranks, tokens that pick an
-    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where.
-    """
+    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where."""
     known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
     cases = [
         Case(TOKENS, HIDDEN, TOPK, 3 * dist.get_world_size() + 1, "duplicates", layout=layout)

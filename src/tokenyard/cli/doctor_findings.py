@@ -1,6 +1,5 @@
 """What can be wrong with a machine. Every finding is three lines of text: its id, severity and
-symptom; the likely cause; a remedy.
-"""
+symptom; the likely cause; a remedy."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ class Machine:
         equally popular, ``most`` if every token comes here; ``free`` for it (None: unknown), and
         ``where``: what the fullest GPU has left, else a share of the host's memory. Received rows
         with their routing, the combined result and the engine's buffers count; the experts' own
-        tensors do not.
-        """
+        tensors do not."""
         sizes = {name: self.workload[name] for name in ("tokens", "hidden", "experts", "topk")}
         work = Workload(nodes=1, gpus_per_node=self.workload["ranks"], **sizes)
         tokens, topk, ranks, row = work.tokens, work.topk, work.ranks, work.back_bytes

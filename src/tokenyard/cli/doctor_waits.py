@@ -1,6 +1,5 @@
 """``tokenyard doctor --waits``: what ranks waited for, and what is slow, from files that hold what
-``ep.stats().prometheus()`` gave on each.
-"""
+``ep.stats().prometheus()`` gave on each."""
 
 from __future__ import annotations
 

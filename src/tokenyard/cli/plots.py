@@ -37,8 +37,7 @@ class Point(NamedTuple):
 
 class Panel(NamedTuple):
     """Curves by label, microseconds over ``x``, both axes logarithmic; of label :data:`FLOOR`: what
-    the link allows.
-    """
+    the link allows."""
 
     title: str
     x: str
@@ -101,8 +100,7 @@ def curves_of(
     rows: Iterable[Measurement], axis: str, label: Callable[[Any], str]
 ) -> dict[str, list[Point]]:
     """Timed rows as points over a field of their case, from min to p99; and what the link allows,
-    where that is known.
-    """
+    where that is known."""
     curves, floor = dict[str, list[Point]](), dict[float, Point]()
     for row in sorted(rows, key=lambda row: getattr(row.case, axis) or 0):
         assert row.best, "rows without times are not drawn"
@@ -117,8 +115,7 @@ def curves_of(
 
 def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
     """Write a PNG over the first number that was swept, a line of panels per kind of case:
-    dispatch, fresh and cached, and combine.
-    """
+    dispatch, fresh and cached, and combine."""
     rows = [row for row in rows if row.wall]
     values = {name: {getattr(row.case, name) for row in rows} for name in (*NUMBERS, *WORDS)}
     axis = next((name for name in NUMBERS if len(values[name]) > 1), NUMBERS[0])
@@ -201,8 +198,7 @@ def save_traffic(
     path: Path, sent: Sequence[Sequence[int]], load: Sequence[Sequence[int]], title: str
 ) -> None:
     """Write a figure of the bytes ``sent[source][destination]`` beside the tokens of each rank's
-    experts.
-    """
+    experts."""
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))

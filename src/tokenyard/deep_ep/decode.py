@@ -255,8 +255,7 @@ class LowLatencyState:
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """Where experts may write for ``low_latency_combine(zero_copy=True)``: bf16 ``[L, R * M,
-        H]``, one per handle.
-        """
+        H]``, one per handle."""
         self._natives.check_open()
         known = inputs.check_handle(handle, LowLatencyHandle, self.group)
         if known.next_buffer is None:

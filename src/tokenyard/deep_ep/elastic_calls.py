@@ -1,6 +1,5 @@
 """Dispatch and combine of DeepEP's V2 buffers on the native calls: checks first (see ``inputs``),
-then what is exchanged.
-"""
+then what is exchanged."""
 
 from __future__ import annotations
 
@@ -239,8 +238,7 @@ def dispatch(
 ) -> Dispatched:
     """A fresh dispatch. ``object_tokens``: ``max_tokens_per_rank`` of the native object;
     ``by_column``: lay received scales so; ``made`` of the handle: its class, whether to copy ids,
-    scale-up ranks.
-    """
+    scale-up ranks."""
     data, topk_idx, exact = rows[0], routing.topk_idx, shape.do_cpu_sync
     num_topk, bounded = topk_idx.shape[1], object_tokens == shape.num_max_tokens_per_rank
     sizes = data.shape[1], shape.num_experts, num_topk, object_tokens, data.device

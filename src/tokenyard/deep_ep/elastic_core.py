@@ -200,8 +200,7 @@ class CoreBuffer:
     ) -> int:
         """Bytes per rank that a native object takes here on GPUs: 32 to 128 MiB, as the tokens of
         all ranks need, and 128 bytes per token, so that the hint for more tokens is larger;
-        whatever the flags and ``num_topk``.
-        """
+        whatever the flags and ``num_topk``."""
         inputs.check_group(group)
         flag("use_fp8_dispatch", use_fp8_dispatch)
         flag("allow_hybrid_mode", allow_hybrid_mode)

@@ -22,8 +22,7 @@ RATES = ("rdma_gbs", "nvlink_gbs", "sm_read_gbs", "sm_write_gbs")
 
 class Estimate(NamedTuple):
     """How a version of DeepEP estimates multiprocessors: default :data:`RATES`, a ``margin`` as a
-    factor, a multiple of ``unit``; whether combine counts.
-    """
+    factor, a multiple of ``unit``; whether combine counts."""
 
     rates: tuple[float, ...]
     margin: float
@@ -40,8 +39,7 @@ SMS_WITHOUT_GPU = 132
 HINT_UNIT, TOKEN_UNIT = 2 << 20, 128
 """Bytes to which rings are rounded up in a size hint, as DeepEP's; and those it counts per token
 besides. Programs keep a buffer while its size is at least the hint, and then take its
-``num_max_tokens_per_rank`` for enough: a hint for more tokens must be larger.
-"""
+``num_max_tokens_per_rank`` for enough: a hint for more tokens must be larger."""
 
 FEWEST_SMS, FEWEST_ALONE = 4, 64
 """Of a call; of one that need not leave any to computation."""
@@ -113,8 +111,7 @@ def theoretical_num_sms(
 ) -> int:
     """Multiprocessors whose copies keep up with the slowest link, of picks that are spread evenly:
     even, at most those of the GPU. Bytes are counted in rows that arrive. ``rates``: as of
-    :func:`check_rates`.
-    """
+    :func:`check_rates`."""
     rdma_gbs, nvlink_gbs, read_gbs, write_gbs = rates
     ranks = logical.scaleout * logical.scaleup
     sends = 1 / reached(num_experts, num_topk, ranks)  # a token is read once for all its rows

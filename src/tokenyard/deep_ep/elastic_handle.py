@@ -1,6 +1,5 @@
 """``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves. Tensors are worked out when somebody
-reads them: reading asks nobody.
-"""
+reads them: reading asks nobody."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Shape(NamedTuple):
 class ReceivedIds(NamedTuple):
     """Ids that arrived with rows per rank, which the caller has too, and may change. With exact
     shapes a copy is kept; static ones are for decoding, where launches count and nobody repeats a
-    dispatch.
-    """
+    dispatch."""
 
     given: Tensor
     version: int
@@ -126,8 +124,7 @@ class CoreHandle:
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """Tokens received from the ranks up to each of a scale-up group, each token once, over all
-        groups: int32 ``[num_scaleup_ranks]``. The last is N.
-        """
+        groups: int32 ``[num_scaleup_ranks]``. The last is N."""
         native, size = self._native(), self.inner.ep.world_size
         if self._exact:
             counts = self.inner.received()
@@ -143,8 +140,7 @@ class CoreHandle:
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
         """Rows of the local experts up to each, aligned: int32 ``[L]``. With ``do_expand`` those
-        before it, aligned, and its own, unaligned.
-        """
+        before it, aligned, and its own, unaligned."""
         counts = self.num_unaligned_recv_tokens_per_expert
         if self.do_expand:
             offsets = self._native().arrived.expert_offsets
@@ -164,8 +160,7 @@ class CoreHandle:
     def recv_src_metadata(self) -> Tensor:
         """Of each received token: int32 ``[N, 2 + K]``. Its global index (source rank * M + token);
         source rank * K + its first pick of a local expert; with ``do_expand`` the row of each pick,
-        -1 for none (else -1).
-        """
+        -1 for none (else -1)."""
         source, picks, rows = self._arrived
         rank = torch.where(source < 0, -1, source >> 32)
         num_picks = self.inner.ep.config.num_topk
@@ -179,8 +174,7 @@ class CoreHandle:
     @cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
         """Of each pick: the place of its token among those that this rank sent to the same rank, at
-        the first pick there, else -1: int32 ``[T, K]``.
-        """
+        the first pick there, else -1: int32 ``[T, K]``."""
         self._native()
         config = self.inner.ep.config
         idx = known_picks(self.topk_idx, config.num_experts)
@@ -202,8 +196,7 @@ class CoreHandle:
     @property
     def _arrived(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of received tokens, by source rank and then token, those of nobody last: source as in
-        ``Received.source`` ``[N]``, first local pick ``[N]``, rows of the picks ``[N, K]``.
-        """
+        ``Received.source`` ``[N]``, first local pick ``[N]``, rows of the picks ``[N, K]``."""
         native = self._native()
         plan, arrived, config = native.plan, native.arrived, self.inner.ep.config
         if not self.do_expand:

@@ -170,8 +170,7 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
         defer_epilogue: bool = False,
     ) -> Any:
         """As ``ElasticBuffer.combine``. With ``defer_epilogue`` it returns the event alone, whose
-        ``current_stream_wait()`` returns the others. Needs ``async_with_compute_stream``.
-        """
+        ``current_stream_wait()`` returns the others. Needs ``async_with_compute_stream``."""
         when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
         sms = num_sms, num_qps
         result = self._combine(x, handle, topk_weights, bias, sms, when, defer_epilogue)

@@ -1,6 +1,5 @@
 """What programs see that import ``deep_ep``: the modules and names of one generation and no others,
-as frameworks ask for names to see what they can use.
-"""
+as frameworks ask for names to see what they can use."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ _TWO_AND_A_HALF: Modules = {
 @dataclass(frozen=True)
 class Generation:
     """What programs see of one: the ``folder`` of its shim, the version of DeepEP that was
-    ``released`` with these names, its ``modules``.
-    """
+    ``released`` with these names, its ``modules``."""
 
     folder: str
     released: str
@@ -141,8 +139,7 @@ def known(name: str, what: str = "--generation") -> Generation:
 def present(module: str, generation: str | None = None) -> None:
     """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and those below
     it. ``generation``: its name; default: what the environment variable says, else 1. ValueError:
-    there is no such. ModuleNotFoundError: it has no such module.
-    """
+    there is no such. ModuleNotFoundError: it has no such module."""
     if generation is None:
         shown = known(os.environ.get(VARIABLE, "") or "1", VARIABLE)
     else:

@@ -145,8 +145,7 @@ def _same(given: Any, item: Any) -> bool:
 
 def of_items(given: Any) -> Any:
     """The handle whose items a plain tuple (or list) holds; ``given`` itself if none of its items
-    is a handle's. ValueError: only some are, or not in their places.
-    """
+    is a handle's. ValueError: only some are, or not in their places."""
     items: Any = given
     if isinstance(given, LazyTuple) or not isinstance(given, (tuple, list)):
         return items

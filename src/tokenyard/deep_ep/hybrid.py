@@ -1,6 +1,5 @@
 """DeepEP's ``HybridEPBuffer`` (branch ``hybrid-ep``) on native objects, as Megatron-LM, torchtitan
-and NeMo Automodel call it.
-"""
+and NeMo Automodel call it."""
 
 from __future__ import annotations
 

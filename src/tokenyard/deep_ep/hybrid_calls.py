@@ -213,8 +213,7 @@ def refused(
     config: BufferConfig,
 ) -> Exception:
     """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes the
-    first call is about the most picks.
-    """
+    first call is about the most picks."""
     device = inputs.place(hidden) or inputs.place(routing.routing_map)
     static = shape is not None and shape.rows is not None
     if routing.topk_idx is None and not static:
@@ -308,8 +307,7 @@ def combine(
 
 def _agreed_picks(natives: Natives, routing_map: Tensor) -> int:
     """Picks that suffice for any token of any rank; a power of two, so that objects are few. The
-    host waits.
-    """
+    host waits."""
     mine = int(routing_map.sum(1).max()) if len(routing_map) else 0
     if natives.world_size > 1:
         shape = natives.world_size, COUNT_WORDS

@@ -1,6 +1,5 @@
 """Checks of what callers pass, in DeepEP's names: each message names the argument, the limit, the
-value and the remedy.
-"""
+value and the remedy."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def array(
     like: str = "x",
 ) -> Tensor:
     """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any), that
-    of ``like``.
-    """
+    of ``like``."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -257,8 +255,7 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
 
 def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
     """A tuple of this ``kind``, also if only its items are given. It is good for any buffer of its
-    group, as long as the one that made it is not destroyed.
-    """
+    group, as long as the one that made it is not destroyed."""
     handle = of_items(handle)
     if not isinstance(handle, kind):
         raise ValueError(
@@ -339,8 +336,7 @@ LOW_LATENCY_COMBINE = _EAGER | dict.fromkeys(("overlap", "num_sms", *_SIGNALS.sp
 
 def check_fork(call: str, given: Mapping[str, Any], known: Mapping[str, str]) -> None:
     """Look at the arguments of ``call`` that DeepEP itself does not have. TypeError: nobody has
-    one. NotSupported: it switches on something that is missing here.
-    """
+    one. NotSupported: it switches on something that is missing here."""
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

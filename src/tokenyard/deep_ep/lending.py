@@ -55,8 +55,7 @@ class Domain:
 
     def wire(self, device: torch.device) -> torch.device:
         """Where messages lie that carry tensors of ``device``: there, or in host memory.
-        ValueError: the group has no backend for either.
-        """
+        ValueError: the group has no backend for either."""
         if device.type == "cpu" or self._backends.get(device.type, "gloo") == "gloo":
             if "gloo" not in self._backends.values() and self.size > 1:
                 raise ValueError(
@@ -118,8 +117,7 @@ class Domain:
 
     def exchange(self, send: list[Message], recv: list[Message], wire: torch.device) -> None:
         """Send and receive. Messages between two ranks meet in the order of the lists; those of
-        this rank to itself are copied.
-        """
+        this rank to itself are copied."""
         kept = ([part for peer, part in each if peer == self.rank] for each in (send, recv))
         for part, room in zip(*kept, strict=True):
             room.copy_(part)

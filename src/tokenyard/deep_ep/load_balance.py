@@ -109,8 +109,7 @@ class _Pair(NamedTuple):
 
 class LoadBalance:
     """The part of ``EPBuffer`` that moves weights and gradients of experts. ``lb_storage``: uint8
-    ``[num_lb_bytes]``, memory for redundant experts; None if there is none.
-    """
+    ``[num_lb_bytes]``, memory for redundant experts; None if there is none."""
 
     group: dist.ProcessGroup | MemoryGroup
     num_nvlink_ranks: int
@@ -270,8 +269,7 @@ class LoadBalance:
 
 def _move(domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: Any, adds: bool) -> None:
     """Copy experts into the slots that hold them a second time; or (``adds``) what stands there
-    back, and add it, in the order of the ``mapping``.
-    """
+    back, and add it, in the order of the ``mapping``."""
     send: list[Message] = []
     recv: list[Message] = []
     sums: list[Tensor] = []

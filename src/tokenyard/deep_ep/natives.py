@@ -56,8 +56,7 @@ Guess = tuple[Any, Any, Any, Any, Any]
 
 class Turns(NamedTuple):
     """Objects of low-latency mode, whose turn it is, and how to ask each (none with masks) which
-    rank it found silent.
-    """
+    rank it found silent."""
 
     objects: list[ExpertParallel]
     turns: Iterator[ExpertParallel]
@@ -200,8 +199,7 @@ class Natives:
         self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
     ) -> Exception:
         """The same of a call with a ``handle`` of this ``kind``; if it is bad, on the last object
-        called.
-        """
+        called."""
         ep = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
         with suppress(ValueError):
             handle = of_items(handle)

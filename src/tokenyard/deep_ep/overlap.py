@@ -1,7 +1,6 @@
 """Low-latency combines that forks of DeepEP begin while the experts still compute (SGLang's
 single-batch overlap). Here they wait for the experts first: on GPUs in the stream of the call, else
-on the host.
-"""
+on the host."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Overlap(NamedTuple):
 
 def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | None:
     """What the arguments ``given`` of a combine ask for; None without ``overlap``. Host memory is
-    waited for here. ValueError: one of them is bad, or the experts are not done in time.
-    """
+    waited for here. ValueError: one of them is bad, or the experts are not done in time."""
     inputs.check_fork("low_latency_combine", given, inputs.LOW_LATENCY_COMBINE)
     if "overlap" not in given:
         return None
@@ -182,8 +180,7 @@ def wait(asked: Overlap | None) -> None:
 
 def hook_of(asked: Overlap | None, hook: Callable[[], None] | None) -> Callable[[], None] | None:
     """``hook``, on the stream of an ``overlap=`` call, as in DeepEP: SGLang makes such calls on a
-    stream of its own, and lets the two wait for each other around the hook.
-    """
+    stream of its own, and lets the two wait for each other around the hook."""
     if asked is None or hook is None or not torch.cuda.is_initialized():
         return hook
     stream = torch.cuda.current_stream()

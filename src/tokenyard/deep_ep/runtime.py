@@ -44,8 +44,7 @@ class Runtime:
 
 class Scratch:
     """``num_nvl_bytes`` and ``num_rdma_bytes`` that programs read and write, taken when first asked
-    for. No engine uses them.
-    """
+    for. No engine uses them."""
 
     def __init__(self, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         self._num_bytes = {False: num_nvl_bytes, True: num_rdma_bytes}

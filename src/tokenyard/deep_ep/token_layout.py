@@ -15,8 +15,7 @@ from tokenyard.routing import power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``;
-tokens' ranks bool ``[T, R]``.
-"""
+tokens' ranks bool ``[T, R]``."""
 
 PROGRAMS, WARPS = 64, 4
 MOST_COMPARED = 4096
@@ -25,8 +24,7 @@ MOST_COMPARED = 4096
 
 def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody
-    waits for the device here. One launch on a GPU where kernels can be made, else by torch.
-    """
+    waits for the device here. One launch on a GPU where kernels can be made, else by torch."""
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
         launch = bound(
             index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64

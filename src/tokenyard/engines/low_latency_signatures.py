@@ -1,6 +1,5 @@
 """Call signatures of engine ``low_latency``. What does not depend on the data of a call is worked
-out once per signature, because a call should cost the host as little as it can.
-"""
+out once per signature, because a call should cost the host as little as it can."""
 
 from __future__ import annotations
 

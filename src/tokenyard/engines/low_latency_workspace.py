@@ -1,6 +1,5 @@
 """Memory that an object of engine low_latency keeps between calls: slots, local state, the mask,
-and the words that kernels and host share.
-"""
+and the words that kernels and host share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Engine ``twolevel``: ranks form nodes. Rows cross the network once per node, and are handed on
-inside (``docs/reference/twolevel.md``). Engine ``nvlink`` is its case of one node.
-"""
+inside (``docs/reference/twolevel.md``). Engine ``nvlink`` is its case of one node."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ class TokenyardEP(EPImplementation):
 
     timeout = 600.0
     """Seconds that a silent rank is waited for; set it on the class before the first forward, the
-    same on every rank.
-    """
+    same on every rank."""
 
     num_local_experts: int
 
@@ -125,8 +124,7 @@ class _Objects:
 
 _known: WeakValueDictionary[int, _Objects] = WeakValueDictionary()
 """By the identity of a model's mesh, which each entry keeps: only so do all ranks agree on which
-layers share.
-"""
+layers share."""
 
 
 def _objects_of(mesh: DeviceMesh) -> _Objects:
@@ -138,8 +136,7 @@ def _objects_of(mesh: DeviceMesh) -> _Objects:
 
 def _share_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's rows of a tensor that every rank of ``mesh`` holds. Every rank gets the gradient
-    of all rows.
-    """
+    of all rows."""
     return (
         DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
         .redistribute(mesh, [Shard(0)])
@@ -149,8 +146,7 @@ def _share_of(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _whole(share: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
     """The tensor whose rows the ranks of ``mesh`` hold in turn; it has the same gradient on every
-    rank.
-    """
+    rank."""
     shape = torch.Size((num_rows, share.shape[1]))
     shards = DTensor.from_local(
         share.contiguous(),

@@ -1,7 +1,6 @@
 # pyright: basic
 """Parts of a combine: partial sums of a rank's rows, rows into slots of a ring, and sums to their
-places. ``kernels/two_combine.py`` has the kernel through rings, and who may read what when.
-"""
+places. ``kernels/two_combine.py`` has the kernel through rings, and who may read what when."""
 
 from __future__ import annotations
 

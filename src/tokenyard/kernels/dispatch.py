@@ -1,8 +1,7 @@
 # pyright: basic
 """Parts of a dispatch through rings: rows into slots of a ring, out of them, and a rank's own rows
 to their places. ``kernels/two_dispatch.py`` has the kernel, and who may read what when. A kernel
-that casts rows ahead of it stands here.
-"""
+that casts rows ahead of it stands here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # pyright: basic
 """Reducers of a combine over two levels: a token's rows of its owner's node, and one row of each
-other node. See ``kernels/two_combine.py``.
-"""
+other node. See ``kernels/two_combine.py``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Calls that block outside of Python (gloo, a store), on a thread of their own: Python handles
-signals between two of its own instructions, so such a call would keep Ctrl-C waiting.
-"""
+signals between two of its own instructions, so such a call would keep Ctrl-C waiting."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def _symmetric() -> Any:
 
 class DeviceMemory:
     """The part of :class:`SymmetricMemory` that concerns one rank and its GPU alone, whether ranks
-    are processes or threads. ``kernels`` are loaded on ``device``, which has an index.
-    """
+    are processes or threads. ``kernels`` are loaded on ``device``, which has an index."""
 
     ranks_per_node = 0
     early = False
@@ -114,8 +113,7 @@ class CudaMemory(DeviceMemory):
 
     def allocate(self, num_bytes: int) -> Region:
         """See :class:`SymmetricMemory`. RuntimeError: a GPU cannot map a peer's memory, or memory
-        is short on a rank, which is named on the others; the message is the driver's.
-        """
+        is short on a rank, which is named on the others; the message is the driver's."""
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):
             local, pointers = self._map(num_bytes)
@@ -127,8 +125,7 @@ class CudaMemory(DeviceMemory):
 
     def heap(self, num_bytes: int) -> Heap:
         """See :class:`SymmetricMemory`. RuntimeError: as in :meth:`allocate`, or torch is too old:
-        its memory pools hold symmetric memory from 2.11 on.
-        """
+        its memory pools hold symmetric memory from 2.11 on."""
         self._meeting.same_size(num_bytes)
         with torch.cuda.device(self.device):
             pool, local = self._meeting.attempt(
@@ -190,8 +187,7 @@ class CudaMemory(DeviceMemory):
 
     def _rendezvous(self, meet: Callable[[Tensor, str], Any], local: Tensor) -> Any:
         """Map the memory of the members, who have no process group of their own: torch asks one
-        for ranks and store only, or (older versions) what it was told of the group's name.
-        """
+        for ranks and store only, or (older versions) what it was told of the group's name."""
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         rank, size = list(self._members).index(self.rank), len(self._members)
         part = dist.PrefixStore(f"members/{next(self._mapped)}", self._store)

@@ -40,8 +40,7 @@ class Block:
 
 class Heap:
     """One rank's part of ``num_bytes``, from address ``begin`` on. ``addresses``: int64 ``[R]`` on
-    the device, where each rank's part begins.
-    """
+    the device, where each rank's part begins."""
 
     least, rest = ALIGNMENT, 0
     """Bytes of the smallest block, and of what is left of a gap that a block takes besides."""
@@ -121,8 +120,7 @@ class PoolHeap(Heap):
     are freed as any tensor is: in the order of their stream, and behind ``record_stream``. The
     allocator takes the smallest gap, as this class does. ``pool``: a ``torch.cuda.MemPool`` whose
     one segment, of a multiple of 2 MiB, is free. Blocks belong to the stream that is current now,
-    as the segment does.
-    """
+    as the segment does."""
 
     least, rest = (1 << 20) + 1, 1 << 20
     """Of the allocator: smaller ones come from other segments."""

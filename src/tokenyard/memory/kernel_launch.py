@@ -195,8 +195,7 @@ class Kernels:
     ) -> Callable[..., None]:
         """``grid`` programs of ``kernel``, compiled and loaded, as a function of the arguments; it
         launches on the current stream. ValueError: not all programs would run ``together``: those
-        that do could wait for ever for those that do not.
-        """
+        that do could wait for ever for those that do not."""
         loaded = self._prepare(kernel, num_warps, max_registers, constants)
         if together and grid > loaded.most:
             limit = f"must be at most {loaded.most}: all programs run together"

@@ -28,8 +28,7 @@ _here = threading.local()
 class Round:
     """One meeting. Its verdict (all came, or this rank gave up first) is written once, atomically.
     The part of the ``store`` is for this meeting alone, seen by exactly these ``ranks``: a number
-    of them, or which.
-    """
+    of them, or which."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int | Sequence[int]) -> None:
         self._store, self._rank = store, rank
@@ -98,8 +97,7 @@ class Round:
 class Meeting:
     """Numbered meetings of all ranks of one object, in the same order on each. No rank goes on
     while another gives up (:class:`Round`). The ``store``, or its prefix, is seen by exactly these
-    ``ranks`` (a number of them, or which). A rank is waited for ``timeout`` seconds.
-    """
+    ``ranks`` (a number of them, or which). A rank is waited for ``timeout`` seconds."""
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: int | Sequence[int], timeout: float
@@ -110,8 +108,7 @@ class Meeting:
     def exchange(self, what: str, text: str = "") -> list[str]:
         """Everybody's ``text`` in rank order. ``what`` says in errors what the ranks meet for.
         PeerTimeout: a rank did not come within the timeout, or gave up before this one came.
-        KeyboardInterrupt: this rank was interrupted; the others learn that it has given up.
-        """
+        KeyboardInterrupt: this rank was interrupted; the others learn that it has given up."""
         self._number += 1
         part = dist.PrefixStore(f"meeting/{self._number}", self._store)
         return Round(part, self._rank, self._ranks).come(what, text, self._timeout)
@@ -119,8 +116,7 @@ class Meeting:
     def attempt(self, what: str, step: Callable[[], Made], remedy: str = "") -> Made:
         """What ``step()`` returns, once it has worked on every rank. RuntimeError: it raised it or
         OSError on a rank, which is named with ``what`` and ``remedy``; its own where it did.
-        PeerTimeout: a rank did not come; says what failed here, too.
-        """
+        PeerTimeout: a rank did not come; says what failed here, too."""
         made: list[Made] = []
         mine: OSError | RuntimeError | None = None
         try:

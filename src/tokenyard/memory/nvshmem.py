@@ -1,6 +1,5 @@
 """GPUs of several nodes: symmetric memory that torch (2.13: ``_symmetric_memory``,
-``_nvshmem_triton``) gets from NVSHMEM. Near ranks map it, others are reached by device calls.
-"""
+``_nvshmem_triton``) gets from NVSHMEM. Near ranks map it, others are reached by device calls."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def puts_are_forced() -> bool:
 class NvshmemMemory(CudaMemory):
     """Like :class:`CudaMemory`, for ranks that form nodes of ``ranks_per_node``; those that NVSHMEM
     does not map have address 0. The group's n-th rank must be NVSHMEM's n-th, so it is the world.
-    NotSupported: it is not; or this process has symmetric memory of another kind.
-    """
+    NotSupported: it is not; or this process has symmetric memory of another kind."""
 
     def __init__(self, *args: Any, ranks_per_node: int, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,6 +1,5 @@
 """Which GPUs cannot reach each other's memory, and why: found out before anything hangs. Every rank
-reports what it sees, and one pure function judges the reports, so that all come to one verdict.
-"""
+reports what it sees, and one pure function judges the reports, so that all come to one verdict."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def unreachable_pairs(
     store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: float
 ) -> list[Unreachable]:
     """Collective: all pairs of ranks whose GPUs cannot map each other's memory; the same list on
-    every rank. ``store``: part of one for this call alone. PeerTimeout: a rank did not come.
-    """
+    every rank. ``store``: part of one for this call alone. PeerTimeout: a rank did not come."""
     meeting = Meeting(store, rank, world_size, timeout)
     texts = meeting.exchange("the check of GPUs", json.dumps(report(rank, device)))
     return unreachable([Report(*json.loads(text)) for text in texts])

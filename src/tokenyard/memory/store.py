@@ -13,8 +13,7 @@ import torch.distributed as dist
 class CooperativeStore(dist.Store):
     """A dictionary with the interface of ``torch.distributed.Store``; also a base for
     ``PrefixStore``. ``changes`` counts how often a value was set. ``yield_``: called over and over
-    while a rank waits; lets others run. ``clock``: seconds, for timeouts.
-    """
+    while a rank waits; lets others run. ``clock``: seconds, for timeouts."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """What engines with one-sided kernels need from a machine. Providers: ``memory/cuda.py`` (GPUs that
 map each other's memory), ``memory/nvshmem.py`` (GPUs of several nodes), ``testing/simulator``
-(ranks as coroutines on the CPU, every schedule by seed), and ``tests/kit``.
-"""
+(ranks as coroutines on the CPU, every schedule by seed), and ``tests/kit``."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class SymmetricMemory(Protocol):
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: make a region of ``num_bytes`` (a multiple of 16; aligned to 256 bytes) on
-        every rank. PeerTimeout: a rank did not come. ValueError: they asked for different sizes.
-        """
+        every rank. PeerTimeout: a rank did not come. ValueError: they asked for different sizes."""
         ...
 
     def heap(self, num_bytes: int) -> Heap:
@@ -80,8 +78,7 @@ class SymmetricMemory(Protocol):
         """Compile and load ``kernel`` (may wait for the device), to be launched with integers:
         that queues ``grid`` programs, all resident together, behind this rank's earlier launches.
         No argument is specialised on; ``constants`` are the kernel's constexprs. ValueError:
-        ``grid`` programs do not fit on the device together.
-        """
+        ``grid`` programs do not fit on the device together."""
         ...
 
     def gate(self) -> None:

@@ -148,8 +148,7 @@ def flat_call(
 
 def twolevel_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: Rates) -> Terms:
     """A ``dispatch``: rows cross the network once per (token, node), then forwarders hand them on
-    inside, or keep them. A ``combine``: rows are summed inside a node first, then cross.
-    """
+    inside, or keep them. A ``combine``: rows are summed inside a node first, then cross."""
     rate: CallRates = getattr(rates, call)
     (network, inner), rows = sizes.rings, moved.nic.busiest
     if call == "combine":
@@ -184,15 +183,13 @@ twolevel_combine = partial(twolevel_call, "combine")
 def touched(moved: Traffic, work: Workload) -> float:
     """Rows that a GPU's programs of engine twolevel copy, each time they do. Dispatch: into
     staging, to local ranks, out of rings, and rows that stay, also those that forwarders keep.
-    Combine: the same backwards. Puts are the NIC's work.
-    """
+    Combine: the same backwards. Puts are the NIC's work."""
     return moved.nic.busiest + 2 * moved.nvlink.busiest + work.nodes * moved.own.busiest
 
 
 def by_turns(num_bytes: float, programs: int, program_gbs: float, rates: Rates) -> float:
     """How long programs take that share all copies (``num_bytes`` in all): what they do alone, and
-    what memory does; no maximum, as the same threads wait for both.
-    """
+    what memory does; no maximum, as the same threads wait for both."""
     return num_bytes / (programs * program_gbs * US) + num_bytes / (rates.copy_gbs * US)
 
 

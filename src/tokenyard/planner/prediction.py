@@ -57,8 +57,7 @@ class Call:
 class Plan:
     """What :func:`plan` found: sizes by dtype, rows by routing, and calls of the ``engine`` that is
     planned (``nvlink``, which "auto" takes, in one node; ``twolevel``, which must be asked for), of
-    collective, flat ones, and of low_latency.
-    """
+    collective, flat ones, and of low_latency."""
 
     workload: Workload
     rates: Rates
@@ -77,8 +76,7 @@ def plan(
 ) -> Plan:
     """Price a workload. Its own dtype does not count, ``dtypes`` do; combine is always bf16.
     ``seed``: which experts are popular. ValueError: too few SMs for the engine, or rings hold no
-    two rows.
-    """
+    two rows."""
     engine = NVLINK if workload.nodes == 1 else TWOLEVEL
     works: dict[Dtype, Workload] = {dtype: replace(workload, dtype=dtype) for dtype in dtypes}
     sizes: dict[Dtype, Sizes] = {dtype: sizes_of(engine, work) for dtype, work in works.items()}
@@ -142,8 +140,7 @@ def scaling(
 ) -> tuple[list[Plan], dict[int, ValueError]]:
     """Plans of machines of 1, 2, 4, ... nodes like these, up to 1024 GPUs, with as many tokens on
     each GPU and the same number of experts (at least one per GPU of the largest); and, by number of
-    GPUs, why others have none (see :func:`plan`). ValueError: none of them has one.
-    """
+    GPUs, why others have none (see :func:`plan`). ValueError: none of them has one."""
     most = max(1, MOST_GPUS // workload.gpus_per_node)
     counts = [1 << power for power in range(most.bit_length())]
     experts = max(workload.experts, counts[-1] * workload.gpus_per_node)

@@ -68,8 +68,7 @@ class Rates:
         self, *, nvlink: float | None = None, nic: float | None = None, latency: float | None = None
     ) -> Rates:
         """The same machine with other links; all calls scale with ``nvlink``, which is dispatch's.
-        ValueError: one is outside of :data:`LEAST` and :data:`MOST`.
-        """
+        ValueError: one is outside of :data:`LEAST` and :data:`MOST`."""
         links = dict(nvlink=nvlink, nic=nic, latency=latency)  # noqa: C408
         for name, value in links.items():
             if value is not None and not LEAST <= value <= MOST:

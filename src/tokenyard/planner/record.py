@@ -1,6 +1,5 @@
 """Times out of the JSON that ``tokenyard bench --json`` or the suite ``nvlink`` writes, each beside
-its workload; and rates out of times: least squares of relative errors.
-"""
+its workload; and rates out of times: least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ SWEEP_CALLS = {
 @dataclass(frozen=True, slots=True)
 class Point:
     """One measured time: the field ``call`` of ``Rates`` that it tells about, the work, and the
-    median of the slowest rank in us, on the device's clock if there is one.
-    """
+    median of the slowest rank in us, on the device's clock if there is one."""
 
     call: str
     work: Workload
@@ -113,8 +111,7 @@ def _point(row: dict[str, Any], ranks: int, most_sms: int) -> Point | None:
 def rates_from(path: Path, base: Rates) -> Rates:
     """``base`` with those calls fitted again of which ``path`` has times for two batch sizes or
     more. What one program does is fitted to two numbers of SMs or more, and kept otherwise.
-    ValueError: none.
-    """
+    ValueError: none."""
     points = read(path)
     by_call: dict[str, list[Point]] = {call: [] for call in CALLS}
     for point in points:  # a dispatch to heaps tells of those in place

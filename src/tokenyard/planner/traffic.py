@@ -110,8 +110,7 @@ def traffic_of(ranks: Sequence[float], nodes: Sequence[float], tokens: int, skew
 
 def popularity(skew: str, experts: int, seed: int = 0) -> list[float]:
     """Chances of experts for one pick: ``uniform``, or ``zipf``: the n-th in proportion to ``1 /
-    n``. ``seed``: of which expert is the n-th.
-    """
+    n``. ``seed``: of which expert is the n-th."""
     if skew == "uniform":
         return [1 / experts] * experts
     if skew != "zipf":

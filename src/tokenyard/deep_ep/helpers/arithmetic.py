@@ -109,8 +109,7 @@ def get_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool
 ) -> Tensor:
     """float32 ``[T, E]`` by whose top ``num_topk`` about ``ratio`` times as many tokens go to rank
-    0 as to another rank on average. NotSupported: ``precise``.
-    """
+    0 as to another rank on average. NotSupported: ``precise``."""
     if precise:
         raise NotSupported(
             "get_unbalanced_scores(precise=True): pass False, which comes near the ratio"

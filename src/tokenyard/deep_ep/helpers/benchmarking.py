@@ -91,8 +91,7 @@ def bench_kineto(
     """Mean seconds of the kernels whose names contain ``kernel_names``, by the profiler: one
     number, or one per name; with several kernels per call of a name, a list of numbers in its
     place. NotSupported: there is no GPU, or no such kernel ran (names of DeepEP's C++ are not those
-    here).
-    """
+    here)."""
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     if not torch.cuda.is_available():
         raise NotSupported("bench_kineto() measures kernels of a GPU, and there is none: use bench")

@@ -46,8 +46,7 @@ def _domains(group: Any, hybrid: bool) -> tuple[Domains, Domains]:
 
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
     """Hosts, and ranks of each; ``(R, 1)`` where hosts are uneven. Collective the first time for a
-    group; a buffer knows. ValueError: no group of this process.
-    """
+    group; a buffer knows. ValueError: no group of this process."""
     if hasattr(group_or_buffer, "get_physical_domain_size"):
         return group_or_buffer.get_physical_domain_size()
     return _domains(group_or_buffer, True)[0]

@@ -96,8 +96,7 @@ def combine(
 ) -> Tensor:
     """What a token gets back of its picks ``y [T, K, H]``: summed on each rank and rounded
     (``reduce_in_local``), then in each domain of ranks and rounded (``reduce_in_scaleup``), then
-    all, bias first. Asks nobody.
-    """
+    all, bias first. Asks nobody."""
     local = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
         y = _reduced(y, topk_idx.div(local, rounding_mode="floor"))

@@ -129,8 +129,7 @@ class AddressBook:
 
     def check(self, rank: int, addresses: Addresses, size: int) -> None:
         """Raise AddressError, which lacks who it was, unless a program of ``rank`` may touch
-        elements of ``size`` bytes at all of these addresses.
-        """
+        elements of ``size`` bytes at all of these addresses."""
         if addresses.size == 1:  # quicker
             low = bits = int(addresses[0])
             high = low + size

@@ -1,6 +1,5 @@
 """Host code of the ranks: threads (torch keeps state per thread), of which one runs at a time, and
-only when the scheduler says so.
-"""
+only when the scheduler says so."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ class Ended(BaseException):
 class Host:
     """One rank's host code as a coroutine, which waits until ``ready()`` (None: it can go on) or
     the ``deadline`` (simulated ns; None: for ever); ``polls``: for anything to happen, by its own
-    loop.
-    """
+    loop."""
 
     def __init__(self, rank: int, body: Callable[[], Any], speed: float) -> None:
         self.rank, self.speed = rank, speed

@@ -23,8 +23,7 @@ _TICK_NS = 10
 
 class Hardware(NamedTuple):
     """How the simulated hardware behaves: likelihoods per operation of a program, and how unequal
-    programs are. Drawn from the seed, so that seeds differ in kind and not in detail only.
-    """
+    programs are. Drawn from the seed, so that seeds differ in kind and not in detail only."""
 
     switch: float
     """Another program goes on."""
@@ -232,8 +231,7 @@ class Machine:
 
     def check_late_reads(self, p: Program) -> None:
         """At a barrier or the end of a program. Race: something that it read before an earlier
-        release, without a barrier in between, was overwritten after it.
-        """
+        release, without a barrier in between, was overwritten after it."""
         found = self.memory.overwritten(p) if p.exposed else None
         if found is not None:
             address, writer = found

@@ -128,8 +128,7 @@ class Program(Pending):
 
 class Alarms:
     """Places in memory, each with the programs that sleep until it is written. ``wake`` is called
-    for a program that is to wake; it calls :meth:`forget`.
-    """
+    for a program that is to wake; it calls :meth:`forget`."""
 
     def __init__(self, wake: Callable[[Program], None]) -> None:
         self._wake = wake

@@ -51,8 +51,7 @@ class World:
 
 class SimulatedRank:
     """What the body of a simulation gets: ``rank``, ``world_size`` and ``device``; its ``memory``;
-    the ``store`` of all ranks; the simulator ``sim``.
-    """
+    the ``store`` of all ranks; the simulator ``sim``."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -224,8 +223,7 @@ class SimulatedGroup:
     def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SimulatedMemory:
         """Memory for one more object, or for the ``members`` of one that recovers. Its kernels have
         few programs, which wait for each other as many do: two, or one for every two ranks, which
-        engine low_latency needs.
-        """
+        engine low_latency needs."""
         num_sms = max(2, -(-self.size() // 2))
         return SimulatedMemory(self._here, timeout, num_sms=num_sms, members=members)
 
@@ -242,8 +240,7 @@ def simulate(
 ) -> list[_T | None]:
     """Run ``body(ranks)`` for every rank, and all that it launches, in the order that ``seed``
     decides. ``options`` are those of :class:`Simulator`. Returns the bodies' results by rank; None
-    of a rank that was killed. Raises as :meth:`Simulator.run` does.
-    """
+    of a rank that was killed. Raises as :meth:`Simulator.run` does."""
     sim = Simulator(world_size, seed=seed, **options)
     world = World(sim)
     return sim.run_hosts(

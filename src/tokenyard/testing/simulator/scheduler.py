@@ -24,8 +24,7 @@ Grid: TypeAlias = "int | np.integer[Any] | Sequence[int]"
 
 _MOST_SLEEP = 20_000
 """Steps after which sleepers look again: whether a poller has come round is a guess, and others may
-never be at rest.
-"""
+never be at rest."""
 
 
 class Simulator(Machine):
@@ -87,8 +86,7 @@ class Simulator(Machine):
     ) -> int:
         """Let programs of ``rank`` (None, or ``shared``: of all) touch an array or CPU tensor and
         what lies between its elements, and keep it; parts again for further ranks. The address of
-        its first element.
-        """
+        its first element."""
         if rank is not None:
             self.check_rank(rank, "register()")
         first, low, size = _extent(buffer)
@@ -107,8 +105,7 @@ class Simulator(Machine):
         """Queue ``grid`` programs (up to three dimensions; 0: no work) of ``32 * num_warps``
         threads of a ``@triton.jit`` function behind the rank's earlier launches. Constants with
         defaults may be left out. ValueError: something does not fit the kernel, the ranks or
-        Triton.
-        """
+        Triton."""
         self.check_rank(rank, "launch()")
         if num_warps < 1 or num_warps & (num_warps - 1):
             raise ValueError(

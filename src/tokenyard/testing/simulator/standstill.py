@@ -20,8 +20,7 @@ class Standstill:
     """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then
     let hardware finish all that it has begun, and believe it again; then believe it of those that
     wait without a deadline, for long; then let the clock jump if ``timeouts``, or report a
-    deadlock.
-    """
+    deadlock."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -29,8 +28,7 @@ class Standstill:
 
     def resolve(self) -> None:
         """Wake somebody. RanksFailed, or Deadlock if no host code has raised: there is no way, or
-        but by a timeout that is not to be.
-        """
+        but by a timeout that is not to be."""
         self._tries = self._tries + 1 if self._version == self._machine.version else 0
         if self._tries == 0:
             self._wake_all(_PATIENCE[0])

@@ -42,8 +42,7 @@ _MOST_READS = 4096
 
 class Lanes(NamedTuple):
     """Lanes of a tensor of this shape (``taking``: slice or indices of those of its flat elements
-    that take part), which has one for each thread.
-    """
+    that take part), which has one for each thread."""
 
     shape: tuple[int, ...]
     taking: Any
@@ -132,8 +131,7 @@ class Bundle(NamedTuple):
 
 class WeakMemory:
     """All ranks' memory. ``written(where)`` is called after every write to real memory; ``stale``:
-    how likely a plain load looks into the past.
-    """
+    how likely a plain load looks into the past."""
 
     def __init__(
         self, world_size: int, rng: Random, stale: float, written: Callable[[list[Written]], None]
@@ -308,8 +306,7 @@ class WeakMemory:
 
     def write(self, stores: ByteMap, writer: Pending, since: int | None = None) -> None:
         """To real memory, which all see. ``stores`` must not be changed any more. ``since``: the
-        number of the bundle that they were in.
-        """
+        number of the bundle that they were in."""
         if not stores:
             return
         self.now += 1
@@ -361,8 +358,7 @@ class WeakMemory:
 
 def _undo(p: Pending, records: list[Record], target: int, low: int, high: int) -> Page:
     """What bytes from ``low`` to ``high`` of a page held after write ``target``, where that was
-    something else and ``p`` may still see it.
-    """
+    something else and ``p`` may still see it."""
     past = Page()
     seen = np.zeros_like(past.have)
     for record in reversed(records):
