@@ -243,7 +243,7 @@ RAIL = {
         hint=9,
     ),
     "many: a rank is gone to again": _mutation(
-        "wrong rank", rewrite("places_ > last_", "places_ >= last_", "next_of"), part="many"
+        "rank twice", rewrite("places_ > last_", "places_ >= last_", "next_of"), part="many"
     ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")

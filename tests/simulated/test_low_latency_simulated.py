@@ -31,6 +31,7 @@ KINDS = {
     "wrong epoch",
     "last token",
     "wrong rank",
+    "rank twice",
 }
 OF_FILES = {file_of(m): name for name, m in reversed(MUTATIONS.items())}
 OF_KINDS = {
