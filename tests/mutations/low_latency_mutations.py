@@ -242,9 +242,6 @@ RAIL = {
         within=20,
         hint=9,
     ),
-    "many: a rank is gone to again": _mutation(
-        "rank twice", rewrite("places_ > last_", "places_ >= last_", "next_of"), part="many"
-    ),
     "rail: row handed on to another rank": _rail(
         "wrong rank", rewrite("(me_ + i_) % all_", "(me_ + i_ + 1) % all_", "hand_on")
     ),
@@ -296,7 +293,16 @@ RAIL = {
 }
 """Of rows that cross once per node."""
 
-MUTATIONS = {**PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT, **FAR, **RAIL}
+MANY = {
+    "many: a rank is gone to again": _mutation(
+        "rank twice", rewrite("places_ > last_", "places_ >= last_", "next_of"), part="many"
+    ),
+}
+"""Of ranks that are more than loops are unrolled over."""
+
+MUTATIONS = {
+    **PUBLISHED, **WAITED_FOR, **WHICH_CALL, **WRITTEN_AGAIN, **SENT, **FAR, **RAIL, **MANY,
+}  # fmt: skip
 """By name."""
 
 TORN = _mutation(

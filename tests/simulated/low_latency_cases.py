@@ -55,7 +55,7 @@ class Scenario:
     put_bytes: int = 1
     """Of a chunk for a far rank, which has a row at least."""
     unrolled: int = 8
-    """Ranks or nodes from which on programs go through those of a token only."""
+    """Of more ranks or nodes, programs go through those of a token only."""
 
     @property
     def tuning(self) -> LowLatencyTuning:
@@ -168,7 +168,7 @@ def _payload(random: Random) -> tuple[torch.dtype, Any]:
 def rehearsal(seed: int, part: str = "rings") -> Scenario:
     """Two ranks whose calls follow each other closely, with other picks and weights each time.
     ``part`` "far": through the simulated network; "rail": four, whose rows cross once per node;
-    "many": as if there were more ranks than a token has picks."""
+    "many": as if there were so many that programs go through those of a token only."""
     size = 4 if part == "rail" else 2
     case = Case(
         size,
