@@ -60,8 +60,9 @@ TOKENS = 16  # no code depends on it
 HOPPER = Processor(registers=65536, threads=2048, shared_bytes=228 << 10)
 
 MAIN = (
-    r"FLAT exact (?!.*(POW2|UE8M0|float32|cached (in place )?(FP|MX)|in place MX))"
-    r"(?!back with|(cached|fresh) in place fp8|cached bf16|fresh (fp8|FP8)).*@132",
+    r"FLAT exact (?!.*(POW2|UE8M0|float32|cached (in (place|a heap) )?(FP|MX)|in \w+( heap)? MX))"
+    r"(?!back with|(cached|fresh) in place fp8|cached bf16|fresh (in a heap )?(fp8|FP8)).*@132",
+    r"unpack_kernel FLAT exact fresh in a heap fp8 @132",
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
@@ -224,14 +225,16 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
                 engine.combine(CombineArguments(rows, plan, spec, weights=torch.empty(1)))
     heaped = make(*given, heap_bytes=8 << 20)
     heaped._heap.least = 0
-    label("FLAT exact fresh in a heap bf16")
     spec = Spec(layout=Layout.FLAT, exact=True)
-    for _ in range(2):  # the first one makes the heap
-        _, plan, _ = heaped.dispatch(DispatchArguments(plain, idx, weights, spec, None))
-    label("FLAT exact cached in a heap bf16")
-    fresh = next(iter(heaped._signatures.values()))
-    heaped._heap.note(known_of(plan).counts, fresh, in_heap=True)
-    heaped.redispatch(CachedArguments(plain, plan, spec, mode=None))
+    for payload, mode in ((plain, None), (fp8, None), *((plain, mode) for mode in modes)):
+        what = mode.name if mode else "fp8" if payload.scales is not None else "bf16"
+        label("FLAT exact fresh in a heap", what)
+        for _ in range(2):  # the first one makes the heap
+            _, plan, _ = heaped.dispatch(DispatchArguments(payload, idx, weights, spec, mode))
+        label("FLAT exact cached in a heap", what)
+        fresh = next(iter(heaped._signatures.values()))
+        heaped._heap.note(known_of(plan).counts, fresh, in_heap=True)
+        heaped.redispatch(CachedArguments(payload, plan, spec, mode=mode))
     pushing = make(*given, 1 << 20)
     for layout in (Layout.EXPERT_MAJOR,) if few else Layout:
         spec = Spec(layout=layout, exact=True)

@@ -301,20 +301,21 @@ def planned(work: Workload) -> dict[tuple[str, str], Terms]:
 @pytest.mark.parametrize(
     ("gpus", "sms", "tokens", "in_heap"),
     [
-        (2, 132, 4096, False), (2, 24, 4096, True), (2, 24, 1024, False),
-        (4, 132, 4096, True), (4, 24, 4096, True), (4, 132, 1024, False),
-        (4, 132, 16384, False),  # 850 MB, and the heap has 805
-        (8, 132, 4096, True),
+        (2, 132, 4096, ""), (2, 24, 4096, "bf16"), (2, 24, 1024, ""),
+        (4, 132, 4096, "bf16 fp8"), (4, 24, 4096, "bf16 fp8"), (4, 132, 1024, ""),
+        (4, 132, 16384, "fp8"),  # BF16 has 850 MB, the heap 805
+        (8, 132, 4096, "bf16 fp8"),
     ],
 )  # fmt: skip
-def test_dispatches_to_heaps(gpus: int, sms: int, tokens: int, in_heap: bool) -> None:
-    """Large ones of rows without scales, where the engine has a heap that holds a result: as long
-    as in place, and a launch."""
+def test_dispatches_to_heaps(gpus: int, sms: int, tokens: int, in_heap: str) -> None:
+    """Large ones, where the engine has a heap that holds a result: as long as in place, and a
+    launch."""
     found = planned(layer(gpus=gpus, sms=sms, tokens=tokens))
-    assert [found[DISPATCH, dtype].in_heap for dtype in ("bf16", "fp8")] == [in_heap, False]
-    if in_heap:
-        in_place = found[IN_PLACE, "bf16"]
-        assert found[DISPATCH, "bf16"].us == pytest.approx(in_place.us + LAUNCH_US)
+    for dtype in ("bf16", "fp8"):
+        assert found[DISPATCH, dtype].in_heap == (dtype in in_heap)
+        if dtype in in_heap:
+            in_place = found[IN_PLACE, dtype]
+            assert found[DISPATCH, dtype].us == pytest.approx(in_place.us + LAUNCH_US)
 
 
 def test_combines_that_fit_need_no_rings() -> None:

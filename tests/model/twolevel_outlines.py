@@ -301,6 +301,10 @@ if k.told
   tl.store(told)
 announce_call_to_all(peers.regions)
 """,  # no model: the block's place before the announcement, as its tag
+    ("two_direct", "_note_where"): """
+if pid == 0
+  tl.store(words(peers.state) + IN_HEAPS)
+""",  # no model: read in the next launch of the stream
     ("two_direct", "two_direct_kernel"): """
 if pid >= 0
   begin_tasks(state)
@@ -314,9 +318,6 @@ if pid >= 0
       _turn(peers)
     flush_signals(state)
   if step < OVER
-    if k.told
-      if pid == 0
-        tl.store(words(state) + IN_HEAPS)
     end_in_place(regions)
 """,  # model_turns.Workers
     ("two_pull", "_combine_turn"): """

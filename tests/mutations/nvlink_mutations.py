@@ -69,6 +69,21 @@ HEAP = {
         rewrite("place_.to(tl.int64) * 256 - 256", "place_.to(tl.int64) * 256 - 512"),
         part="heap",
     ),
+    "heap: scales stay where they came": mutation(
+        "wrong row",
+        "direct",
+        rewrite(
+            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + end_) * S_, 1)",
+            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + begin_) * S_, 1)",
+        ),
+        part="heap",
+    ),
+    "told: rows for scales": mutation(
+        "wrong row",
+        "two_direct",
+        rewrite("tl.where(moves_, mine_ + scales_at_, 0)", "tl.where(moves_, mine_, 0)"),
+        part="told",
+    ),
     "told: rows fly whatever others have": mutation(
         "guess",
         "two_direct",
@@ -78,9 +93,7 @@ HEAP = {
     "told: nobody looks whether rows have moved": mutation(
         "guess",
         "two_dispatch",
-        rewrite(
-            "tl.load(words(state_) + IN_HEAPS_) != 0", "tl.load(words(state_) + IN_HEAPS_) < 2"
-        ),
+        rewrite("scales_at_ != 0", "scales_at_ >= 0"),
         part="told",
     ),
 }

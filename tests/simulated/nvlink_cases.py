@@ -301,11 +301,11 @@ def rehearsal(part: str, seed: int) -> Scenario:
     ``rings``: fresh, cached and back, again and again, through rings of two slots. ``in-place
     buffers``: fresh and cached into in-place buffers. ``pushes``: in place, again and again, also
     when some programs have nothing to do. ``receives``: sums by expert, and weights, in a receive
-    buffer. ``announcements``: calls of one token. ``plans``:
-    refusals, so that plan follows plan. ``guesses``: more rows than guessed. ``lines``: rows so
-    long that their slots are whole lines, and longer than they. ``heap``: results in a heap, until
-    more rows come than one has room for, and a rank has no block. ``told``: cached ones too, of
-    which the last is too large for a rank's heap.
+    buffer. ``announcements``: calls of one token. ``plans``: refusals, so that plan follows plan.
+    ``guesses``: more rows than guessed. ``lines``: rows so long that their slots are whole lines,
+    and longer than they. ``heap``: rows and scales in a heap, until more rows come than one has
+    room for, and a rank has no block. ``told``: cached ones too, of which the last is too large for
+    a rank's heap.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -314,6 +314,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     few = replace(base, hidden=8, routing="local")
     long = replace(base, num_tokens=5, hidden=2056)
     known = replace(base, routing="dropped", seed=seed)
+    scaled = replace(base, dtype=torch.float8_e4m3fn)
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
@@ -349,12 +350,18 @@ def rehearsal(part: str, seed: int) -> Scenario:
             Round(long, ("cached", "plain"), replace(long, dtype=torch.float8_e4m3fn, hidden=4104)),
         ),
         "heap": tuple(
-            Round(replace(base, routing=name, seed=seed), (), base)
+            Round(replace(scaled, routing=name, seed=seed), (), scaled)
             for name in ("uniform", "uniform", "uniform", "one_rank", "uniform")
         ),
         "told": tuple(
-            Round(known, ("cached",), replace(known, hidden=hidden, dtype=torch.float32))
-            for hidden in (24, 24, 24, 40, 4096)
+            Round(known, ("cached",), replace(known, hidden=hidden, dtype=dtype))
+            for hidden, dtype in (
+                (24, torch.float32),
+                (24, torch.float32),
+                (24, scaled.dtype),
+                (40, scaled.dtype),
+                (4096, torch.float32),
+            )
         ),
         "guesses": tuple(
             Round(replace(few, routing=name), (), few) for name in ("local", "one_rank", "uniform")

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 import tokenyard as ty
-from cases import PLAIN, Case, check_received
+from cases import Case, check_received
 from nvlink_cases import FLAT, Round, Scenario, draw, payload_of, rehearsal
 from nvlink_ranks import MOST_STEPS, RankRun, known
 from tokenyard.engines.base import CachedArguments
@@ -44,9 +44,7 @@ def draw_heap(world_size: int, seed: int) -> HeapRun:
     """The run of a seed."""
     random, scenario = Random(seed), draw(world_size, seed)
     first = scenario.rounds[0]
-    plain = first.case.dtype in PLAIN and first.case.quantize is None
-    like = first.case if plain else replace(first.case, dtype=PLAIN[seed % 3], quantize=None)
-    base = replace(like, layout=FLAT, exact=True, expert_alignment=1, capacity=None)
+    base = replace(first.case, layout=FLAT, exact=True, expert_alignment=1, capacity=None)
     same = random.choice((base.routing, "uniform", "duplicates"))
     mixed = [random.choice(ROUTINGS) for _ in range(CALLS)]
     routings = random.choice(([same] * CALLS, [same] * CALLS, mixed))
@@ -157,9 +155,9 @@ def check_lie(seed: int, further: int | None, part: str = "heap") -> list[str]:
             place = honest(block, signature)
             return place if place <= 0 else 1 if further is None else place + further
 
-        def lie_again(rows: int, **given: int) -> Any:
-            there = target(rows, **given)
-            return there._replace(awaited=there.awaited + (further or 0)) if given else there
+        def lie_again(signature: Signature, **given: int) -> Any:
+            there, told = target(signature, **given), "awaited" in given
+            return there._replace(awaited=there.awaited + (further or 0) * told)
 
         if ranks.rank == 1 and part == "told":
             heap._target = lie_again

@@ -22,7 +22,8 @@ def signature(row_bytes: int, layout: Layout = Layout.FLAT) -> Any:
     return SimpleNamespace(
         spec=Spec(layout=layout, exact=True),
         fingerprint=SimpleNamespace(in_place=False),
-        sent=SimpleNamespace(scale_words=0, payload_bytes=row_bytes),
+        sent=SimpleNamespace(payload_bytes=row_bytes),
+        row_layout=SimpleNamespace(scale_words=56, meta_words=0),
         most_rows=ROWS,
     )
 
@@ -34,12 +35,14 @@ def test_cached_dispatches_to_heaps(noted: bool | None, row_bytes: int) -> None:
     launch less through rings. None: static shapes tell nothing."""
     nothing: Any = None
     heap: Any = ResultHeap(nothing, nothing, 1 << 30, AT)
-    heap._heap, counts = SimpleNamespace(), np.full(5, -1)
+    heap._heap, counts = SimpleNamespace(num_bytes=1 << 30), np.full(5, -1)
     if noted is not None:
         heap.note(counts, signature(14336), in_heap=noted)
         assert counts[[0, 1, 2, 4]].tolist() == [-1] * 4
     large = row_bytes * ROWS >= LEAST_BYTES
     assert heap.was_in_heap(counts, signature(row_bytes)) == (large and noted is True)
     assert not heap.was_in_heap(counts, signature(row_bytes, layout=Layout.EXPERT_MAJOR))
+    heap._heap.num_bytes = ROWS * 56 * 4 - 1  # scales alone are more
+    assert not heap.was_in_heap(counts, signature(row_bytes))
     heap._heap = None
     assert not heap.was_in_heap(counts, signature(row_bytes))

@@ -138,9 +138,8 @@ def print_plan(console: Console, plan: Plan) -> None:
     if any(call.engine == ONCE for call in plan.calls):
         way = "node" if work.crosses_once else "rank"
         print_line(console, f"Engine low_latency would let rows cross once per {way}.")
-    if heaped := [call.skew for call in plan.calls if call.terms.in_heap]:
-        routings = " and ".join(heaped)
-        print_line(console, f"Dispatch bf16 writes to results in a heap ({routings} routing).")
+    if heaped := [f"{call.dtype} {call.skew}" for call in plan.calls if call.terms.in_heap]:
+        print_line(console, f"Dispatches to results in a heap: {', '.join(heaped)}.")
     head = "<Call|<Engine|<Routing"
     times: list[tuple[str, ...]] = []
     moved: list[tuple[str, ...]] = []

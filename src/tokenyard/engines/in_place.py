@@ -77,15 +77,17 @@ def launch_in_place(
 def launch_unpack(
     workspace: PeerWorkspace, signature: Signature, target: Target, plan: int, result: Result
 ) -> None:
-    """Behind :func:`launch_in_place` of a fresh dispatch: unpack the metadata into ``result``."""
+    """Behind :func:`launch_in_place` of a fresh dispatch: unpack the metadata into ``result``, and
+    out of a block of a heap the scales."""
     config, heap = workspace.config, target.heap_bytes > 0
     launch = signature.bound(("unpack", heap), lambda: bind_unpack(
-        workspace, config.num_topk, signature.row_layout.meta_words, weighted=signature.weighted,
+        workspace, config.num_topk, signature.row_layout, weighted=signature.weighted,
         static=not signature.spec.exact, heap=heap,
     ))  # fmt: skip
     launch(
-        workspace.state_at, plan, target.rows + target.metadata_at, result.expert_ids,
-        result.weights, result.source, result.slots, result.arrivals, config.num_experts,
+        workspace.state_at, plan, target.rows + target.metadata_at, target.rows + target.scales_at,
+        result.scales, result.expert_ids, result.weights, result.source, result.slots,
+        result.arrivals, config.num_experts,
     )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
-"""Results of fresh dispatches in a heap, to which peers write their rows: without rings, and
-without a rule of how long a result lasts. Where multiprocessors are few, and rows have no scales:
-else rings are as fast.
+"""Results of dispatches in a heap, to which peers write their rows: without rings, and without a
+rule of how long a result lasts.
 
 A rank takes a block for as many rows as it expects, and tells where it is with its counts. If every
 rank awaits its rows in a block, peers write there. If one has none, rows go through rings, in all
@@ -27,11 +26,14 @@ from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived
+from tokenyard.memory.heap import Heap
 from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
 _UNIT = 256
 """Bytes in which a plan tells places; parts of a block are multiples."""
+_MOST_BEFORE = 8 << 30
+"""Bytes before rows: kernels count 4-byte words of scales in 32 bits."""
 LACKS_ROOM, LACKS_BLOCK = 1, 2
 """Bits of what the plan tells the host: no row has moved; some rank has no block."""
 
@@ -59,8 +61,8 @@ class ResultHeap:
 
     def holds(self, signature: Signature) -> bool:
         """Whether results of such calls may lie in the heap."""
-        spec, others = signature.spec, signature.fingerprint.in_place or signature.sent.scale_words
-        return bool(self._wanted) and spec.exact and spec.layout is Layout.FLAT and not others
+        spec, in_place = signature.spec, signature.fingerprint.in_place
+        return bool(self._wanted) and spec.exact and spec.layout is Layout.FLAT and not in_place
 
     def prepare(self, signature: Signature) -> None:
         """Make the heap behind a call that :meth:`holds`, unless it is there. Collective."""
@@ -83,7 +85,9 @@ class ResultHeap:
         most = signature.most_rows  # before rows there is room for no more
         if self._heap is None or not 0 < room <= most or not self.counts(signature):
             return None
-        return self._heap.take(_before_rows(signature) + room * signature.sent.payload_bytes)
+        if not self._fits(signature, self._heap):
+            return None
+        return self._heap.take(room * signature.sent.payload_bytes - _places_of(signature)[1])
 
     def counts(self, signature: Signature) -> bool:
         """Whether statistics tell where the result of such a call was."""
@@ -92,6 +96,10 @@ class ResultHeap:
     def _is_large(self, signature: Signature) -> bool:
         """The same on all ranks."""
         return signature.most_rows * signature.sent.payload_bytes >= self.least
+
+    def _fits(self, signature: Signature, heap: Heap) -> bool:
+        """Whether there is room for what lies before rows; the same on all ranks."""
+        return -_places_of(signature)[1] <= min(heap.num_bytes, _MOST_BEFORE)
 
     def note(self, counts: Any, signature: Signature, *, in_heap: bool) -> None:
         """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the most that a
@@ -103,49 +111,47 @@ class ResultHeap:
         of this signature may, whose rows are not too few bytes. The same on all ranks."""
         if self._heap is None or not self.holds(signature):
             return False
-        rows = int(counts[self._noted_at])
-        return rows > 0 and rows * signature.sent.payload_bytes >= self.least
+        signature.most_rows = int(counts[self._noted_at])
+        large = signature.most_rows > 0 and self._is_large(signature)
+        return large and self._fits(signature, self._heap)
 
     def place(self, block: Tensor | None, signature: Signature) -> int:
         """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
         if block is None or not signature.in_heap:
             return 0 if block is None else -1
         assert self._heap is not None
-        rows_at = block.data_ptr() - self._heap.begin + _before_rows(signature)
-        return rows_at // _UNIT + 1
+        return self._awaited(block.data_ptr() - self._heap.begin, signature)
 
     def rows_in(self, block: Tensor, signature: Signature, num_rows: int) -> Tensor:
         """Uninitialised rows of a result over ``block``, which lives as long as they do."""
-        sent, at = signature.sent, _before_rows(signature) // signature.sent.dtype.itemsize
+        sent, at = signature.sent, -_places_of(signature)[1] // signature.sent.dtype.itemsize
         rows: Any = torch.empty(0, dtype=sent.dtype, device=block.device)
         return rows.set_(block.untyped_storage(), at, (num_rows, sent.hidden), (sent.hidden, 1))
 
     def write(
         self,
-        block: Tensor,
+        out: Payload,
         payload: Payload,
         counted: Counted,
         plan: CallPlan,
         arrived: Arrived,
         signature: Signature,
-        num_rows: int,
-    ) -> Payload:
-        """Launch rows to the blocks of all ranks, of which ``block``, for ``num_rows``, is mine."""
+    ) -> None:
+        """Launch rows to the blocks of all ranks, of which that of ``out`` is mine."""
         workspace, route = self._workspace, counted.route.data_ptr()
-        out = Payload(self.rows_in(block, signature, num_rows), None)
-        target = self._target(out.x.data_ptr(), metadata_at=-_before_rows(signature))
+        target = self._target(signature, rows=out.x.data_ptr())
         workspace.memory.gate()
         moved = sent_of(payload, counted.meta_at)
         launch_in_place(workspace, signature, target, route, moved, signature.tag, counted.tokens)
         result = result_of(out, plan, arrived)
         launch_unpack(workspace, signature, target, route, result)
-        return out
 
     def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
         """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
         comes."""
         assert self._heap is not None
-        return self._heap.take(num_rows * signature.sent.payload_bytes) if num_rows else None
+        num_bytes = num_rows * signature.sent.payload_bytes - _places_of(signature)[1]
+        return self._heap.take(num_bytes) if num_rows else None
 
     def rewrite(
         self,
@@ -160,31 +166,29 @@ class ResultHeap:
         one; ``block`` is mine for ``num_rows``."""
         heap, workspace = self._heap, self._workspace
         assert heap is not None
-        awaited = 0 if num_rows else 1  # no row comes there
-        if block is not None:
-            awaited = (block.data_ptr() - heap.begin) // _UNIT + 1
-        target = self._target(0, awaited=awaited)
+        begin = 0 if block is None else block.data_ptr() - heap.begin  # of none no row comes there
+        awaited = 0 if num_rows and block is None else self._awaited(begin, signature)
+        target = self._target(signature, awaited=awaited)
         workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
         tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
         launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
         self._monitor.meets()  # what goes through rings behind it
 
-    def _target(self, rows: int, *, metadata_at: int = 0, awaited: int = 0) -> Target:
+    def _awaited(self, begin: int, signature: Signature) -> int:
+        """Of the rows of a block that begins at byte ``begin`` of the heap."""
+        return (begin - _places_of(signature)[1]) // _UNIT + 1
+
+    def _target(self, signature: Signature, *, rows: int = 0, awaited: int = 0) -> Target:
         """All ranks' heaps; ``rows``: this rank's, if metadata is to be unpacked."""
-        heap = self._heap
+        heap, places = self._heap, _places_of(signature)
         assert heap is not None
-        return Target(
-            heap.addresses.data_ptr(),
-            rows,
-            scales_at=0,
-            metadata_at=metadata_at,
-            heap_bytes=heap.num_bytes,
-            awaited=awaited,
-        )
+        return Target(heap.addresses.data_ptr(), rows, *places, heap.num_bytes, awaited)
 
 
-def _before_rows(signature: Signature) -> int:
-    """Bytes of a block before its rows, where their metadata is. Alike on all ranks, whatever room
-    each has for rows."""
-    return -(-signature.most_rows * 4 * signature.row_layout.meta_words // _UNIT) * _UNIT
+def _places_of(signature: Signature) -> tuple[int, int]:
+    """Bytes from the rows of a block to their scales and metadata: before them, alike on all ranks,
+    whatever room each has for rows."""
+    most, layout = signature.most_rows, signature.row_layout
+    scales_at = -most * 4 * layout.scale_words // _UNIT * _UNIT
+    return scales_at, scales_at + -most * 4 * layout.meta_words // _UNIT * _UNIT

@@ -254,10 +254,10 @@ class RingEngine(PeerEngine):
             tag, meta_at = signature.tag, counted.meta_at
             out = self._in_place.write(payload, plan, signature, tag, num_rows, meta_at, arrived)
             return out, plan, arrived
-        if block is not None and signature.in_heap:
-            out = self._heap.write(block, payload, counted, plan, arrived, signature, num_rows)
-            return out, plan, arrived
         out = self._result(payload, signature, num_rows, block, zeros=False)
+        if block is not None and signature.in_heap:
+            self._heap.write(out, payload, counted, plan, arrived, signature)
+            return out, plan, arrived
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.slots_per_row, by_expert=signature.experts, padding=signature.padding,
@@ -274,12 +274,11 @@ class RingEngine(PeerEngine):
         self, payload: Payload, signature: Signature, num_rows: int, block: Tensor | None, *,
         zeros: bool,
     ) -> Payload:  # fmt: skip
-        """Memory for ``num_rows`` rows: in ``block``, or ordinary memory."""
-        if block is not None:
-            return Payload(self._heap.rows_in(block, signature, num_rows), None)
-        sent, like = signature.sent, payload.x
+        """Memory for ``num_rows`` rows: in ``block``, or ordinary memory, as of scales always."""
+        sent, like, scales = signature.sent, payload.x, None
         make = like.new_zeros if zeros else like.new_empty
-        x, scales = make((num_rows, sent.hidden), dtype=sent.dtype), None
         if sent.scale_words:
             scales = make((num_rows, sent.num_scales), dtype=sent.scale_dtype)
-        return Payload(x, scales)
+        if block is not None:
+            return Payload(self._heap.rows_in(block, signature, num_rows), scales)
+        return Payload(make((num_rows, sent.hidden), dtype=sent.dtype), scales)

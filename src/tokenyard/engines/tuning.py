@@ -193,6 +193,7 @@ def peer_tuning(
         forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
         gatherers=max(1, num_sms - pushers), cast_ahead=one_node,
         net_chunk=LONG_TURN if one_node else 16,
+        turn=64 if one_node and grid.world_size <= 2 else 16,  # of four ranks 16 are faster
     )  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
     return Tuning(
         channels=max(1, min(channels, 4 * num_sms // (2 * ranks))),
         dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=128, per_sm=2),
-        send=KernelConfig(rows=1, block=8192, chunk=4),
+        send=KernelConfig(rows=1, block=8192, chunk=16),
         reduce=sums,
         direct=direct,
         pull=FEW_PULLS,

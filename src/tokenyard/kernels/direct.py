@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast, elements, load_groups, of_each, store_cast
+from tokenyard.kernels.payload import (
+    as_words, cast, copy_words, elements, load_groups, of_each, store_cast,
+)  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import first_in, go_of, in_bound
 from tokenyard.kernels.structs import Batch, Result, Routing
@@ -30,6 +32,7 @@ class UnpackConfig(NamedTuple):
     channels: int
     placing: Placing
     metadata_words: int
+    scale_words: int  # of a row whose scales are to be copied too; 0: none
     rows: int  # in flight
     heap: bool
 
@@ -140,13 +143,13 @@ def write_rows(
 
 @triton.jit(repr=shown_as("nvlink::unpack"))
 def unpack_kernel(
-    state, plan, metadata, expert_ids, weights, source, slots, arrivals, num_experts,
-    k: tl.constexpr,
+    state, plan, metadata, scales, result_scales, expert_ids, weights, source, slots, arrivals,
+    num_experts, k: tl.constexpr,
 ):  # fmt: skip
     """Store ids, weights and sources of the rows of one (source, channel), out of this rank's
-    in-place buffer. No waits. Of a block of a heap: if rows have moved there.
+    in-place buffer. No waits. Of a block of a heap: if rows have moved there, and their ``scales``.
 
-    Grid ``ranks * channels``. ``k`` is an :class:`UnpackConfig`. Arguments between ``metadata`` and
+    Grid ``ranks * channels``. ``k`` is an :class:`UnpackConfig`. Arguments between ``scales`` and
     ``num_experts``: as in ``Result``.
     """
     pid, num_experts = tl.program_id(0), num_experts.to(tl.int32)
@@ -163,8 +166,11 @@ def unpack_kernel(
             arrivals=arrivals, slots=slots,
         )  # fmt: skip
         a0 = tl.load(first_in(plan, s, k))
-        end = tl.load(in_bound(plan, s, c + 1, k))
-        for i0 in range(tl.load(in_bound(plan, s, c, k)), end, k.rows):
+        begin, end = tl.load(in_bound(plan, s, c, k)), tl.load(in_bound(plan, s, c + 1, k))
+        S: tl.constexpr = k.scale_words
+        if S:
+            copy_words(scales, result_scales, (a0 + begin) * S, (a0 + end) * S, 1)
+        for i0 in range(begin, end, k.rows):
             i = i0 + tl.arange(0, k.rows)
             batch = Batch(index=a0 + i, arrival=a0 + i, here=i < end)
             unpack_flat(metadata, batch, s, experts, result, k.metadata_words, k.placing)
@@ -178,13 +184,14 @@ MOST_PICKS = 256
 
 
 def bind_unpack(
-    workspace: Any, num_topk: int, metadata_words: int, *, weighted: bool, static: bool, heap: bool
+    workspace: Any, num_topk: int, row_layout: Any, *, weighted: bool, static: bool, heap: bool
 ) -> Callable[..., None]:
     """Compile and load the kernel that unpacks the metadata of rows in place."""
     ranks, channels = workspace.memory.world_size, workspace.tuning.channels
     placing = placing_of(num_topk, 1, by_expert=False, fresh=True, weighted=weighted, static=static)
     k = UnpackConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, channels=channels, placing=placing,
-        metadata_words=metadata_words, rows=max(1, MOST_PICKS // placing.topk_bins), heap=heap,
+        metadata_words=row_layout.meta_words, scale_words=row_layout.scale_words if heap else 0,
+        rows=max(1, MOST_PICKS // placing.topk_bins), heap=heap,
     )  # fmt: skip
     return workspace.memory.bind(unpack_kernel, ranks * channels, num_warps=4, k=k)

@@ -20,6 +20,8 @@ from tokenyard.kernels.triton_types import kernel_type
 
 _POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
 _WORD = tl.constexpr(WORD)
+AT_ONCE = tl.constexpr(4096)
+"""Words that :func:`copy_words` has in flight: so many that the latency of memory is no matter."""
 
 
 @triton.jit
@@ -53,6 +55,16 @@ def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr
         v = tl.load(source.words + start + w[None, :], mask=mask, cache_modifier=".cg")
         start = target.index.to(tl.int64)[:, None] * target.stride
         tl.store(target.words + start + w[None, :], v, mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def copy_words(source, target, begin, end, programs: tl.constexpr):
+    """Copy 4-byte words ``begin`` .. ``end - 1`` of a table, AT_ONCE of them, and again behind as
+    many of each of the other ``programs`` that do so."""
+    for at in range(begin, end, AT_ONCE * programs):
+        w = at + tl.arange(0, AT_ONCE)
+        v = tl.load(as_words(source, 32) + w, mask=w < end, cache_modifier=".cg")
+        tl.store(as_words(target, 32) + w, v, mask=w < end, cache_modifier=".cs")
 
 
 @triton.jit

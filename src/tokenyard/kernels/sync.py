@@ -18,7 +18,8 @@ A wait that does not end at its first look adds how long it took to a matrix ``[
 (:func:`note_wait`), which the host can read at any time: a source's time, until it had come. WAITED
 is the matrix's address, or 0.
 
-IN_HEAPS: whether rows moved in the last cached dispatch to heaps, as each rank had a block.
+IN_HEAPS: where the scales are that came in the last cached dispatch to heaps (rows of none have
+    such an address too); 0: no row moved there, as a rank had no block.
 """
 
 from __future__ import annotations

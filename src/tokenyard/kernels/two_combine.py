@@ -65,6 +65,9 @@ from tokenyard.kernels.two_scheduler import (
 )  # fmt: skip
 from tokenyard.kernels.two_sums import NodeRows, node_sum, node_weights
 
+LEAST_CHUNK = tl.constexpr(8)
+"""Rows that a sender publishes at once, at least: small batches are not one chunk."""
+
 
 @triton.jit
 def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
@@ -210,7 +213,9 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
     base = tl.load(sent_to(peers.state, s, c, k))
     left = hi - lo - i
     if left > 0:
-        n = tl.minimum(left, k.ring.chunk)
+        # few chunks, as a release waits for all stores; but the reducer begins with the first
+        most = tl.minimum(tl.maximum((hi - lo + 7) // 8, LEAST_CHUNK), k.ring.chunk)
+        n = tl.minimum(left, most)
         # the ring is drained before the first row
         want = base + tl.maximum(i + n - k.ring.slots, 0)
         mine = peer_base(peers.regions, me)

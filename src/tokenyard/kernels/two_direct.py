@@ -14,11 +14,11 @@ An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is rea
 ``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan
 where rows of a channel begin at each rank of their node (``first_forwarded``).
 
-HEAP, one node, rows without scales: each rank awaits its rows in a block of its heap, ``[meta |
-rows]``. The plan knows where the rows are and for how many there is room; there is meta for as many
-as any rank may get, so that of all ranks begins as far before their rows. The launch may come
-before the host knows the counts: as one through rings it does nothing if the plan says so. It gives
-up if a block is not inside of its heap.
+HEAP, one node: each rank awaits its rows in a block of its heap, ``[meta | scales | rows]``. The
+plan knows where the rows are and for how many there is room; there is meta for as many as any rank
+may get, so that of all ranks begins as far before their rows (``metadata_at`` is negative), and
+scales likewise. The launch may come before the host knows the counts: as one through rings it does
+nothing if the plan says so. It gives up if a block is not inside of its heap.
 
 Who may write to a block when: the rank takes it before it launches its plan, in the same stream, so
 what used that memory before is over when its header comes. A worker writes behind all announcements
@@ -29,11 +29,11 @@ TOLD: a cached dispatch to heaps has no plan that tells of blocks. Each rank sto
 block to all before it announces the call (``block_told``), so who has seen all announcements knows
 all places. All read the same. If a rank has no block, no row moves, and the call ends as if there
 were none. IN_HEAPS says which, to the launch through rings behind it in the same stream: that moves
-rows if none have moved. It announces a call of its own in any case, so that hosts know the number
-of the next one; if rows have moved it waits for nobody, as no rank has anything to do. Words of
-half ``n % 2`` are written again in call n + 2, as tags are. Example: rank 0 tells 3, its block
-begins at byte 512; rank 1 tells 0, it has none. All programs of both ranks find that, nobody writes
-to byte 512, and rings take all.
+rows if none have moved, and else copies the scales out of the block. It announces a call of its own
+in any case, so that hosts know the number of the next one; if rows have moved it waits for nobody,
+as no rank has anything to do. Words of half ``n % 2`` are written again in call n + 2, as tags are.
+Example: rank 0 tells 3, its block begins at byte 512; rank 1 tells 0, it has none. All programs of
+both ranks find that, nobody writes to byte 512, and rings take all.
 
 Who publishes what, who may read when: of the network rings, as in ``kernels/two_dispatch.py`` (a
 forwarder returns credits behind its reads); of in-place buffers, ``kernels/two_in_place.py``. There
@@ -238,9 +238,9 @@ def _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k: tl.conste
 
 
 @triton.jit
-def _told_rows(peers, plan, buffers, call, heap_bytes, k: tl.constexpr):
-    """The same of a cached dispatch to heaps, behind all announcements; and whether every rank has
-    a block: else no row moves."""
+def _told_rows(peers, plan, buffers, call, before, heap_bytes, k: tl.constexpr):
+    """The same of a cached dispatch to heaps, whose blocks begin ``before`` (negative) their rows,
+    behind all announcements; and whether every rank has a block: else no row moves."""
     q = tl.arange(0, k.grid.local_bins)
     near, mine = q < k.ranks, peer_base(peers.regions, peers.rank)
     places = tl.load(block_told(mine, (call % 2).to(tl.int32), q, k), mask=near, other=1)
@@ -248,8 +248,17 @@ def _told_rows(peers, plan, buffers, call, heap_bytes, k: tl.constexpr):
     last += tl.load(out_bound(plan, q, k.channels, k), mask=near, other=0)
     moves = tl.min(places) > 0
     places, last = tl.where(moves, places, 1), tl.where(moves, last, 0)
-    rows, ok = _in_blocks(peers.state, buffers, places, last, 0, heap_bytes, ON_ROWS, k)
+    before = tl.where(moves, before, 0)
+    rows, ok = _in_blocks(peers.state, buffers, places, last, before, heap_bytes, ON_ROWS, k)
     return rows, ok, moves
+
+
+@triton.jit
+def _note_where(peers, pid, moves, rows, scales_at, k: tl.constexpr):
+    """Note IN_HEAPS of a call whose ranks' rows are at ``rows [local_bins]``, if they ``move``."""
+    mine = tl.sum(tl.where(tl.arange(0, k.grid.local_bins) == peers.rank, rows, 0))
+    if pid == 0:
+        tl.store(words(peers.state) + IN_HEAPS, tl.where(moves, mine + scales_at, 0))
 
 
 @triton.jit(repr=shown_as("twolevel::dispatch_direct"))
@@ -259,8 +268,7 @@ def two_direct_kernel(
 ):  # fmt: skip
     """See the module. ``k`` is a ``DispatchConfig``; ``buffers`` the table of in-place buffers, or
     of heaps of ``heap_bytes``, ``awaited`` what this rank tells of its block; scales and metadata
-    begin ``scales_at`` and ``metadata_at`` bytes behind rows; :func:`bind_two_direct` makes the
-    launch."""
+    begin ``scales_at`` and ``metadata_at`` bytes behind rows."""
     grid: tl.constexpr = k.grid
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     if k.heap:
@@ -289,7 +297,9 @@ def two_direct_kernel(
                     ready = all_are_here(regions, state, tag, call, step, pid == 0, k)
                     if k.told:
                         if ready:
-                            rows, ok, moves = _told_rows(peers, plan, buffers, call, heap_bytes, k)
+                            rows, ok, moves = _told_rows(
+                                peers, plan, buffers, call, metadata_at, heap_bytes, k
+                            )
                             num_tokens = tl.where(moves, num_tokens, 0)
                             step += tl.where(ok, 0, OVER)
                             ready = ok
@@ -310,8 +320,7 @@ def two_direct_kernel(
             before = left
         if step < OVER:
             if k.told:
-                if pid == 0:
-                    tl.store(words(state) + IN_HEAPS, moves.to(tl.int64))
+                _note_where(peers, pid, moves, rows, scales_at, k)
             end_in_place(regions, state, k)
 
 

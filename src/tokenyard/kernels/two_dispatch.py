@@ -25,7 +25,8 @@ Who publishes what, who may read when (``docs/reference/twolevel.md``):
   that ranks disagree, or that one lacks room for its rows. All ranks see the same, and launch again
   (``forced``) with room enough.
 * BEHIND_HEAPS, cached: a launch before it may have moved the rows to heaps
-  (``kernels/two_direct.py``). Then this one announces its call, and that is all. A tag of half
+  (``kernels/two_direct.py``). Then this one announces its call, copies the scales from where
+  IN_HEAPS says they are in its rank's block, and that is all. A tag of half
   ``n % 2`` is written again two calls later as always, behind announcement n + 1 of all ranks.
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto
   ``net tail``; MAPPED: it packs them into the network ring itself, and defers the tail. The
@@ -57,6 +58,7 @@ from tokenyard.kernels.dispatch import (
     config_of, put_own_rows, receive_chunk, send_chunk, zero_padding,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.payload import AT_ONCE, copy_words
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
     first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, ring_of, sent_to, tail_of,
@@ -218,10 +220,16 @@ def two_dispatch_kernel(
         pid = tl.where((go == 0) & (forced == 0), -1, pid)
     pid = tl.where(given_up(state), -1, pid)  # the plan may be unfinished then
     if k.behind_heaps:
-        moved = tl.load(words(state) + IN_HEAPS) != 0
+        scales_at = tl.load(words(state) + IN_HEAPS)
+        moved = scales_at != 0
         if moved & (pid == 0):
             announce_call_to_all(regions, state, tag, k)
             count_call(state)
+        S: tl.constexpr = k.row.scale_words
+        if S:
+            if moved & (pid >= 0):
+                first, end = pid * AT_ONCE, num_rows.to(tl.int32) * S
+                copy_words(scales_at, result.scales, first, end, grid.workers * k.channels)
         pid = tl.where(moved, -1, pid)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     num_rows = num_rows.to(tl.int32)
