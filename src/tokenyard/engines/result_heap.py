@@ -9,6 +9,10 @@ once more if it was wrong.
 A cached dispatch is launched to heaps if its fresh one was there, and through rings behind that:
 one of the two finds that it has nothing to do (``kernels/two_direct.py``), as ranks learn only from
 each other's announcements whether all have a block.
+
+A block is ``[metadata | scales | rows]``. The first two have room for as many rows as any rank may
+get, so they lie as far before the rows on all ranks. A result's rows stay in the block. Its scales
+are copied out, as metadata is: two results of one operator must not share a storage.
 """
 
 from __future__ import annotations
@@ -166,7 +170,8 @@ class ResultHeap:
         one; ``block`` is mine for ``num_rows``."""
         heap, workspace = self._heap, self._workspace
         assert heap is not None
-        begin = 0 if block is None else block.data_ptr() - heap.begin  # of none no row comes there
+        # where no row comes there is no block, and any place will do
+        begin = 0 if block is None else block.data_ptr() - heap.begin
         awaited = 0 if num_rows and block is None else self._awaited(begin, signature)
         target = self._target(signature, awaited=awaited)
         workspace.memory.gate()
