@@ -82,7 +82,8 @@ class WireFormat:
         scaled = values * factor.unsqueeze(2)
         if self.rule == POWER_BELOW:  # torch saturates since 2.13
             scaled.clamp_(-self.largest, self.largest)
-        # a CPU would keep NaN's sign; there is no infinity
+        # a CPU would keep NaN's sign; of a block with an infinity the factor is 0 or NaN, so none
+        # is left
         scaled.nan_to_num_(nan=nan)
         data = scaled.to(self.data).flatten(1)[:, :hidden].contiguous()
         return Quantized(data, scales)

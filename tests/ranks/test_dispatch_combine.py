@@ -161,13 +161,15 @@ def test_quantised_in_the_send(
 @shapes
 @layouts
 @distributed_test(world_size=(1, 3), engine=ENGINES)
-def test_microscaled_by_the_caller(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
-    """Blocks that do not fill the last word of scales, and blocks that do; again with the
-    handle.
+def test_rows_cast_by_the_caller(ranks: Ranks, layout: ty.Layout, exact: bool) -> None:
+    """Blocks that do not fill the last word of scales, and blocks that do; again with the handle.
+    MXFP8 in every case; besides, one format in turn, or all of them in ``make soak`` and on GPUs.
     """
-    for hidden in (300, 256):
+    others, turn = list(ty.Quantize), 2 * list(ty.Layout).index(layout) + exact
+    others = others if ALL else [others[turn % len(others)]]
+    for hidden, mode in ((300, ty.Quantize.MXFP8), *((256, mode) for mode in others)):
         case = Case(ranks.world_size, hidden=hidden, layout=layout, exact=exact)
-        rows = [reference.quantize(x, ty.Quantize.MXFP8) for x in case.x]
+        rows = [reference.quantize(x, mode) for x in case.x]
         case.__dict__["x"] = rows
         with case.make(ranks) as ep, poisoned():
             recv = dispatch(ranks, ep, case)
@@ -178,7 +180,7 @@ def test_microscaled_by_the_caller(ranks: Ranks, layout: ty.Layout, exact: bool)
             value = reference.dequantize(want.x[valid], want.scales[valid])
             for got in (recv, again):
                 mine = recv.source.cpu() >= 0
-                assert got.scales.dtype == torch.float8_e8m0fnu
+                assert got.scales.dtype == rows[0].scales.dtype
                 assert_same_bits(got.scales.cpu()[mine], want.scales[valid], what="scales")
                 assert_same_bits(got.dequantize().cpu()[mine], value, what="dequantised")
 

@@ -212,9 +212,8 @@ def test_every_folder_stands_in_the_map() -> None:
     assert said == {str(path.parent.relative_to(PACKAGE)) for path in FILES} - {"."}
 
 
-def test_links_of_the_pages_lead_somewhere() -> None:
-    """Relative links of all Markdown pages, and their anchors; the pages stay short enough to be
-    read."""
+def test_links_of_the_pages_lead_somewhere_and_pages_stay_short() -> None:
+    """Relative links of all Markdown pages, and their anchors; words of all pages together."""
     command = [sys.executable, ROOT / "docs" / "check_links.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

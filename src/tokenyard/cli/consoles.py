@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-PIPED_WIDTH = 150
+PIPED_WIDTH = 170
 
 Rows = Iterable[Sequence[RenderableType]]
 
