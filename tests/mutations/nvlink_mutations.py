@@ -9,6 +9,7 @@ from mutations import mutated, mutation
 from task_mutations import TASKS, WORKERS
 from twolevel_in_place_mutations import END_IN_PLACE, NEAR_ROWS
 
+ENDS = "combine: a kernel ends without publishing"
 RELAXED, WHOLE_GPU = "'relaxed'", "'gpu'"
 
 SYNC = {
@@ -289,11 +290,20 @@ MUTATIONS = {
     **SYNC,
     **GUESS,
     **TASKS,
+    # a sender with a program of its own publishes behind each chunk
+    ENDS: TASKS[ENDS]._replace(part="alone"),
     **WORKERS,
     **CALL_BARRIER,
     **PLAN,
     **NEAR_ROWS,
     **END_IN_PLACE,
+    "buffers: call counted before its end": mutation(
+        "wrong epoch",
+        "two_in_place",
+        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_place"),
+        part="pushes",
+        within=20,
+    ),
     **PUSH,
     **HEAP,
 }

@@ -32,7 +32,7 @@ SLOW = {
     "placer: buffers not waited for", "pulling reducer: credit before read", "pulling reducer: "
                                                                            "credit before read, "
                                                                            "mapped",
-    "direct: workers without rows wait for nobody", "buffers: call counted before its end",
+    "direct: workers without rows wait for nobody",
 }  # fmt: skip
 """10 seconds and more each, or several seeds."""
 

@@ -159,13 +159,6 @@ END_IN_PLACE = {
         change("tl.store(_ + DIRECT_CALLS, _ + one_)", "end_in_place", one_="0"),
         part="buffers",
     ),
-    "buffers: call counted before its end": mutation(
-        "wrong epoch",
-        "two_in_place",
-        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_place"),
-        part="apart pulls",
-        within=20,
-    ),
 }
 
 NODE_HEADERS = {

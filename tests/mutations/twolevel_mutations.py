@@ -91,7 +91,7 @@ COMBINER = {
         "two_combine",
         drop("defer_signal(..., count=taken_ - _, mask=_ & (taken_ > _))", "combine_turn"),
         insert(
-            "add_release(heads, upto_ - taken_, others & (upto_ > taken_))",
+            "tl.atomic_add(heads, upto_ - taken_, mask=others & (upto_ > taken_), sem='release')",
             TAKEN,
             "combine_turn",
             where=(UPTO,),

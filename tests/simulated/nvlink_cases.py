@@ -298,14 +298,14 @@ def _draw_payload(random: Random, other_than: int = 0) -> dict[str, Any]:
 def rehearsal(part: str, seed: int) -> Scenario:
     """Two ranks whose calls follow each other closely, with rows of other sizes each time.
 
-    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``in-place
-    buffers``: fresh and cached into in-place buffers. ``pushes``: in place, again and again, also
-    when some programs have nothing to do. ``receives``: sums by expert, and weights, in a receive
-    buffer. ``announcements``: calls of one token. ``plans``: refusals, so that plan follows plan.
-    ``guesses``: more rows than guessed. ``lines``: rows so long that their slots are whole lines,
-    and longer than they. ``heap``: rows and scales in a heap, until more rows come than one has
-    room for, and a rank has no block. ``told``: cached ones too, of which the last is too large for
-    a rank's heap.
+    ``rings``: fresh, cached and back, again and again, through rings of two slots. ``alone``: the
+    same, with one program for each channel. ``in-place buffers``: fresh and cached into in-place
+    buffers. ``pushes``: in place, again and again, also when some programs have nothing to do.
+    ``receives``: sums by expert, and weights, in a receive buffer. ``announcements``: calls of one
+    token. ``plans``: refusals, so that plan follows plan. ``guesses``: more rows than guessed.
+    ``lines``: rows so long that their slots are whole lines, and longer than they. ``heap``: rows
+    and scales in a heap, until more rows come than one has room for, and a rank has no block.
+    ``told``: cached ones too, of which the last is too large for a rank's heap.
     """
     random = Random(seed)
     base = Case(2, num_tokens=9, num_topk=2, num_experts=4, hidden=40, seed=3 * seed + 1)
@@ -318,6 +318,7 @@ def rehearsal(part: str, seed: int) -> Scenario:
     back_and_forth = ("cached", "plain", "cached", "plain")
     rounds = {
         "rings": (Round(base, back_and_forth, cached),),
+        "alone": (Round(base, back_and_forth, cached),),
         "buffers": (
             Round(base, ("cached", "plain"), cached, in_place=True),
             Round(base, (), cached, in_place=True),
@@ -373,17 +374,19 @@ def rehearsal(part: str, seed: int) -> Scenario:
         num_topk=2,
         max_tokens=9,
         channels=2,
-        chunk=1 if part == "rings" else random.choice((1, 2)),
+        chunk=1 if part in ("rings", "alone") else random.choice((1, 2)),
         rows=2 if part == "pushes" else 1,
         slots=0,
         rounds=rounds[part],
         receive_bytes=1 << 20 if part == "receives" else 0,
         heap_bytes=1 << 16 if part in ("heap", "told") else 0,
+        workers=1 if part == "alone" else 2,
     )
 
 
 SKEWS = {
     "rings": "program",
+    "alone": "program",
     "buffers": "rank",
     "pushes": "program",
     "receives": "program",
