@@ -33,22 +33,29 @@ SPILLS = {
     "two_direct_kernel FLAT exact fresh in a heap bf16 @8": 21,
     "two_direct_kernel FLAT exact fresh in place fp8 @132": 20,
     "two_direct_kernel FLAT exact fresh in a heap fp8 @132": 3,
-    "two_direct_kernel FLAT exact fresh in place fp8 @": 118,  # eight rows and their metadata
-    "two_direct_kernel FLAT exact fresh in a heap fp8 @": 107,
+    "two_direct_kernel FLAT exact fresh in place fp8 @24": 118,  # eight rows and their metadata
+    "two_direct_kernel FLAT exact fresh in place fp8 @8": 118,
+    "two_direct_kernel FLAT exact fresh in a heap fp8 @24": 107,
+    "two_direct_kernel FLAT exact fresh in a heap fp8 @8": 107,
     "two_direct_kernel FLAT exact cached in place fp8 @24": 54,
     "two_direct_kernel FLAT exact cached in place fp8 @8": 54,
     "two_direct_kernel FLAT exact cached in a heap fp8 @24": 23,
     "two_direct_kernel FLAT exact cached in a heap fp8 @8": 23,
     "two_dispatch_kernel EXPERT_MAJOR exact fresh fp8 @24": 28,
     "two_dispatch_kernel EXPERT_MAJOR exact fresh fp8 @8": 31,
-    "FP8": 97,  # a row that is cast is held in registers
+    "fresh in a heap FP8": 95,
+    "fresh in a heap MXFP8": 97,
+    "FP8": 94,  # a row that is cast is held in registers
     "two_combine_kernel FLAT exact back @132": 2,
     "two_combine_kernel FLAT exact back float32 @132": 16,
     "two_combine_kernel FLAT exact back reducing weights @132": 20,
-    "two_combine_kernel FLAT exact back @": 12,
+    "two_combine_kernel FLAT exact back @24": 12,
+    "two_combine_kernel FLAT exact back @8": 12,
     "two_combine_kernel EXPERT_MAJOR exact back float32 @132": 25,
-    "two_combine_kernel EXPERT_MAJOR exact back @": 5,
-    "two_combine_kernel EXPERT_MAJOR exact back w": 5,  # weighted, or with two biases
+    "two_combine_kernel EXPERT_MAJOR exact back weighted @132": 5,
+    "two_combine_kernel EXPERT_MAJOR exact back with two biases @132": 5,
+    "two_combine_kernel EXPERT_MAJOR exact back @24": 5,
+    "two_combine_kernel EXPERT_MAJOR exact back @8": 5,
 }
 """Most local loads and stores where there may be some, by words of the name. All others have none.
 """

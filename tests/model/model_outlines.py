@@ -48,7 +48,7 @@ VERBS = (
     "_push_rows",
     "_add_rows",
     "_add_weights",
-    "_copy",
+    "copy_words",
     "raise_release",
     "_sum_rows",
     "_landed",
@@ -102,9 +102,9 @@ for range(tl.program_id(0), chunks * OTHERS, k.pushers)
     if k.by_expert
       _sum_chunk(parts)
     else
-      _copy(source)
+      copy_words(source)
     if k.picks
-      _copy(floats(parts.picks) + row * k.picks)
+      copy_words(floats(parts.picks) + row * k.picks)
     raise_release(landed_of(base, me, i, k))
 """,  # no model: nobody waits in it
     ("push", "_sum_rows"): """

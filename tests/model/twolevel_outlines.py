@@ -228,6 +228,9 @@ if k.behind_heaps
   if moved & (pid == 0)
     announce_call_to_all(regions)
     count_call(state)
+  if S
+    if moved & (pid >= 0)
+      copy_words(source)
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)

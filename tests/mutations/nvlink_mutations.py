@@ -74,8 +74,8 @@ HEAP = {
         "wrong row",
         "direct",
         rewrite(
-            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + end_) * S_, 1)",
-            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + begin_) * S_, 1)",
+            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + end_) * S_, most_, 1)",
+            "copy_words(from_, to_, (a0_ + begin_) * S_, (a0_ + begin_) * S_, most_, 1)",
         ),
         part="heap",
     ),
@@ -205,7 +205,7 @@ PUSH = {
     "push: flag before weights": mutation(
         "flag before data",
         "push",
-        move("raise_release(...)", "copy(floats(...) + row_ * picks_, ...)", "push_rows"),
+        move("raise_release(...)", "copy_words(floats(...) + row_ * picks_, ...)", "push_rows"),
         part="receives",
     ),
     "push: weights of the next row": mutation(

@@ -316,9 +316,10 @@ def rehearsal(part: str, seed: int) -> Scenario:
     known = replace(base, routing="dropped", seed=seed)
     scaled = replace(base, dtype=torch.float8_e4m3fn)
     back_and_forth = ("cached", "plain", "cached", "plain")
+    rings = (Round(base, back_and_forth, cached),)
     rounds = {
-        "rings": (Round(base, back_and_forth, cached),),
-        "alone": (Round(base, back_and_forth, cached),),
+        "rings": rings,
+        "alone": rings,
         "buffers": (
             Round(base, ("cached", "plain"), cached, in_place=True),
             Round(base, (), cached, in_place=True),

@@ -89,9 +89,7 @@ class ResultHeap:
         most = signature.most_rows  # before rows there is room for no more
         if self._heap is None or not 0 < room <= most or not self.counts(signature):
             return None
-        if not self._fits(signature, self._heap):
-            return None
-        return self._heap.take(room * signature.sent.payload_bytes - _places_of(signature)[1])
+        return _block(self._heap, signature, room) if _fits(self._heap, signature) else None
 
     def counts(self, signature: Signature) -> bool:
         """Whether statistics tell where the result of such a call was."""
@@ -100,10 +98,6 @@ class ResultHeap:
     def _is_large(self, signature: Signature) -> bool:
         """The same on all ranks."""
         return signature.most_rows * signature.sent.payload_bytes >= self.least
-
-    def _fits(self, signature: Signature, heap: Heap) -> bool:
-        """Whether there is room for what lies before rows; the same on all ranks."""
-        return -_places_of(signature)[1] <= min(heap.num_bytes, _MOST_BEFORE)
 
     def note(self, counts: Any, signature: Signature, *, in_heap: bool) -> None:
         """Keep where the rows of a fresh dispatch went in its plan's ``counts``: the most that a
@@ -117,7 +111,7 @@ class ResultHeap:
             return False
         signature.most_rows = int(counts[self._noted_at])
         large = signature.most_rows > 0 and self._is_large(signature)
-        return large and self._fits(signature, self._heap)
+        return large and _fits(self._heap, signature)
 
     def place(self, block: Tensor | None, signature: Signature) -> int:
         """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
@@ -154,8 +148,7 @@ class ResultHeap:
         """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
         comes."""
         assert self._heap is not None
-        num_bytes = num_rows * signature.sent.payload_bytes - _places_of(signature)[1]
-        return self._heap.take(num_bytes) if num_rows else None
+        return _block(self._heap, signature, num_rows) if num_rows else None
 
     def rewrite(
         self,
@@ -189,6 +182,16 @@ class ResultHeap:
         heap, places = self._heap, _places_of(signature)
         assert heap is not None
         return Target(heap.addresses.data_ptr(), rows, *places, heap.num_bytes, awaited)
+
+
+def _fits(heap: Heap, signature: Signature) -> bool:
+    """Whether there is room for what lies before rows; the same on all ranks."""
+    return -_places_of(signature)[1] <= min(heap.num_bytes, _MOST_BEFORE)
+
+
+def _block(heap: Heap, signature: Signature, num_rows: int) -> Tensor | None:
+    """A block for ``num_rows`` rows, and what lies before them; None: there is no room."""
+    return heap.take(num_rows * signature.sent.payload_bytes - _places_of(signature)[1])
 
 
 def _places_of(signature: Signature) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import (
-    as_words, cast, copy_words, elements, load_groups, of_each, store_cast,
+    AT_ONCE, as_words, cast, copy_words, elements, load_groups, of_each, store_cast,
 )  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
 from tokenyard.kernels.region import first_in, go_of, in_bound
@@ -169,7 +169,8 @@ def unpack_kernel(
         begin, end = tl.load(in_bound(plan, s, c, k)), tl.load(in_bound(plan, s, c + 1, k))
         S: tl.constexpr = k.scale_words
         if S:
-            copy_words(scales, result_scales, (a0 + begin) * S, (a0 + end) * S, 1)
+            to = as_words(result_scales, 32)
+            copy_words(as_words(scales, 32), to, (a0 + begin) * S, (a0 + end) * S, AT_ONCE, 1)
         for i0 in range(begin, end, k.rows):
             i = i0 + tl.arange(0, k.rows)
             batch = Batch(index=a0 + i, arrival=a0 + i, here=i < end)

@@ -21,7 +21,8 @@ from tokenyard.kernels.triton_types import kernel_type
 _POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
 _WORD = tl.constexpr(WORD)
 AT_ONCE = tl.constexpr(4096)
-"""Words that :func:`copy_words` has in flight: so many that the latency of memory is no matter."""
+"""Words of scales that a program copies at once: so many that the latency of memory is no matter.
+"""
 
 
 @triton.jit
@@ -58,13 +59,13 @@ def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr
 
 
 @triton.jit
-def copy_words(source, target, begin, end, programs: tl.constexpr):
-    """Copy 4-byte words ``begin`` .. ``end - 1`` of a table, AT_ONCE of them, and again behind as
-    many of each of the other ``programs`` that do so."""
-    for at in range(begin, end, AT_ONCE * programs):
-        w = at + tl.arange(0, AT_ONCE)
-        v = tl.load(as_words(source, 32) + w, mask=w < end, cache_modifier=".cg")
-        tl.store(as_words(target, 32) + w, v, mask=w < end, cache_modifier=".cs")
+def copy_words(source, target, begin, end, block: tl.constexpr, programs: tl.constexpr):
+    """``target[begin:end] = source[begin:end]``: ``block`` words at once, then those behind as many
+    of each of the other ``programs`` that do so."""
+    for at in range(begin, end, block * programs):
+        w = at + tl.arange(0, block)
+        v = tl.load(source + w, mask=w < end, cache_modifier=".cg")
+        tl.store(target + w, v, mask=w < end, cache_modifier=".cs")
 
 
 @triton.jit

@@ -47,7 +47,7 @@ from tokenyard.kernels.combine import (
     Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, elements, load_rows
+from tokenyard.kernels.payload import as_words, copy_words, elements, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
@@ -90,15 +90,6 @@ class PushConfig(NamedTuple):
     few_stages: int = 0  # the same as ``stages`` for these
     picks: int = 0  # weights per arrival row that are summed too; 0: none
     weights_at: int = 0  # bytes of a receive buffer before these
-
-
-@triton.jit
-def _copy(src, dst, count, block: tl.constexpr):
-    """``dst[:count] = src[:count]``, ``block`` words at once."""
-    for at in range(0, count, block):
-        w = at + tl.arange(0, block)
-        v = tl.load(src + w, mask=w < count, cache_modifier=".cg")
-        tl.store(dst + w, v, mask=w < count, cache_modifier=".cs")
 
 
 @triton.jit
@@ -166,10 +157,10 @@ def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
                 _sum_chunk(parts, row, to, count, k)
             else:
                 source = as_words(parts.rows, k.row.word_bits) + row * k.row.words
-                _copy(source, to, count * k.row.words, k.copied)
+                copy_words(source, to, 0, count * k.row.words, k.copied, 1)
             if k.picks:
                 to = floats(base + k.weights_at) + back * k.picks
-                _copy(floats(parts.picks) + row * k.picks, to, count * k.picks, k.copied)
+                copy_words(floats(parts.picks) + row * k.picks, to, 0, count * k.picks, k.copied, 1)
             raise_release(landed_of(base, me, i, k), call)
 
 

@@ -58,7 +58,7 @@ from tokenyard.kernels.dispatch import (
     config_of, put_own_rows, receive_chunk, send_chunk, zero_padding,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import AT_ONCE, copy_words
+from tokenyard.kernels.payload import AT_ONCE, as_words, copy_words
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
     first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, ring_of, sent_to, tail_of,
@@ -229,7 +229,8 @@ def two_dispatch_kernel(
         if S:
             if moved & (pid >= 0):
                 first, end = pid * AT_ONCE, num_rows.to(tl.int32) * S
-                copy_words(scales_at, result.scales, first, end, grid.workers * k.channels)
+                source, to = as_words(scales_at, 32), as_words(result.scales, 32)
+                copy_words(source, to, first, end, AT_ONCE, grid.workers * k.channels)
         pid = tl.where(moved, -1, pid)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     num_rows = num_rows.to(tl.int32)

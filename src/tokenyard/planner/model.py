@@ -109,8 +109,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
 def goes_to_heap(work: Workload, moved: Traffic, sizes: Sizes) -> bool:
     """Whether an exact ``FLAT`` dispatch of engine nvlink writes to heaps, as the engine decides:
     rows that are large enough, and the busiest GPU has a block for them."""
-    payload = work.back_bytes if work.dtype == "bf16" else work.hidden
-    most = most_rows_there(work.ranks * work.tokens) * payload
+    most = most_rows_there(work.ranks * work.tokens) * work.payload_bytes
     came = (moved.nvlink.busiest + moved.own.busiest) * work.row_bytes
     return min(most, sizes.heap_bytes) >= LEAST_BYTES and came <= sizes.heap_bytes
 

@@ -96,8 +96,13 @@ class Workload:
     def row_bytes(self) -> int:
         """A row on its way to the experts: payload and scales, as ``tokenyard bench`` counts it."""
         if self.dtype == "bf16":
-            return self.back_bytes
-        return self.hidden + 4 * FORMATS[Quantize.FP8].scale_words(self.hidden)
+            return self.payload_bytes
+        return self.payload_bytes + 4 * FORMATS[Quantize.FP8].scale_words(self.hidden)
+
+    @property
+    def payload_bytes(self) -> int:
+        """The same without scales."""
+        return self.back_bytes if self.dtype == "bf16" else self.hidden
 
     @property
     def back_bytes(self) -> int:
