@@ -56,38 +56,46 @@ class Target(NamedTuple):
     awaited: int = 0  # what a cached dispatch tells of this rank's block
 
 
+def direct_launch(workspace: PeerWorkspace, signature: Signature, *, heap: bool = False) -> Launch:
+    """Of rows of such calls, to in-place buffers or to blocks of a ``heap``. Ask before the gate,
+    as of :func:`unpack_launch`: loading may wait for the device."""
+    top = workspace.config.num_topk
+    return signature.bound(("rows", heap), lambda: bind_two_direct(
+        workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
+    ))  # fmt: skip
+
+
+def unpack_launch(workspace: PeerWorkspace, signature: Signature, *, heap: bool = False) -> Launch:
+    """Of what follows such rows of a fresh dispatch: it unpacks their metadata, and out of a block
+    of a heap their scales."""
+    return signature.bound(("unpack", heap), lambda: bind_unpack(
+        workspace, workspace.config.num_topk, signature.row_layout, weighted=signature.weighted,
+        static=not signature.spec.exact, heap=heap,
+    ))  # fmt: skip
+
+
 def launch_in_place(
+    launch: Launch,
     workspace: PeerWorkspace,
-    signature: Signature,
     target: Target,
     plan: int,
     payload: Sent,
     tag: int,
     num_tokens: int,
 ) -> None:
-    """Launch rows to ``target``. ``plan``: its address."""
-    top, heap = workspace.config.num_topk, target.heap_bytes > 0
-    launch = signature.bound(("rows", heap), lambda: bind_two_direct(
-        workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
-    ))  # fmt: skip
+    """Launch rows to ``target`` (``launch``: :func:`direct_launch`). ``plan``: its address."""
     data, where = (plan, target.buffers, payload), target[2:]  # scales_at and what follows
     launch_call(launch, workspace, data, tag, num_tokens, *where, workspace.config.num_experts)
 
 
 def launch_unpack(
-    workspace: PeerWorkspace, signature: Signature, target: Target, plan: int, result: Result
+    launch: Launch, workspace: PeerWorkspace, target: Target, plan: int, result: Result
 ) -> None:
-    """Behind :func:`launch_in_place` of a fresh dispatch: unpack the metadata into ``result``, and
-    out of a block of a heap the scales."""
-    config, heap = workspace.config, target.heap_bytes > 0
-    launch = signature.bound(("unpack", heap), lambda: bind_unpack(
-        workspace, config.num_topk, signature.row_layout, weighted=signature.weighted,
-        static=not signature.spec.exact, heap=heap,
-    ))  # fmt: skip
+    """Behind :func:`launch_in_place` of a fresh dispatch, :func:`unpack_launch` into ``result``."""
     launch(
         workspace.state_at, plan, target.rows + target.metadata_at, target.rows + target.scales_at,
         result.scales, result.expert_ids, result.weights, result.source, result.slots,
-        result.arrivals, config.num_experts,
+        result.arrivals, workspace.config.num_experts,
     )  # fmt: skip
 
 
@@ -147,12 +155,14 @@ class InPlaceBuffers:
         begin = buffer.local.data_ptr()
         target = Target(buffer.addresses.data_ptr(), begin, parts.scales, parts.meta)
         out = self._payload(num_rows, signature, parts)
+        launch = direct_launch(workspace, signature)
+        unpack = None if arrived is None else unpack_launch(workspace, signature)
         self._memory.gate()
         sent, tokens = sent_of(payload, meta_at), known.num_tokens
-        launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
-        if arrived is not None:
+        launch_in_place(launch, workspace, target, known.route_at, sent, tag, tokens)
+        if arrived is not None and unpack is not None:
             result = result_of(out, plan, arrived)
-            launch_unpack(workspace, signature, target, known.route_at, result)
+            launch_unpack(unpack, workspace, target, known.route_at, result)
         self._memory.settle()
         return out
 

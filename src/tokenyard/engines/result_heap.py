@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.budget import LEAST_BYTES
-from tokenyard.engines.in_place import Target, launch_in_place, launch_unpack
+from tokenyard.engines.in_place import (
+    Target,
+    direct_launch,
+    launch_in_place,
+    launch_unpack,
+    unpack_launch,
+)
 from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
@@ -138,11 +144,12 @@ class ResultHeap:
         """Launch rows to the blocks of all ranks, of which that of ``out`` is mine."""
         workspace, route = self._workspace, counted.route.data_ptr()
         target = self._target(signature, rows=out.x.data_ptr())
+        rows = direct_launch(workspace, signature, heap=True)
+        unpack = unpack_launch(workspace, signature, heap=True)
         workspace.memory.gate()
-        moved = sent_of(payload, counted.meta_at)
-        launch_in_place(workspace, signature, target, route, moved, signature.tag, counted.tokens)
-        result = result_of(out, plan, arrived)
-        launch_unpack(workspace, signature, target, route, result)
+        moved, tag = sent_of(payload, counted.meta_at), signature.tag
+        launch_in_place(rows, workspace, target, route, moved, tag, counted.tokens)
+        launch_unpack(unpack, workspace, target, route, result_of(out, plan, arrived))
 
     def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
         """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
@@ -167,10 +174,11 @@ class ResultHeap:
         begin = 0 if block is None else block.data_ptr() - heap.begin
         awaited = 0 if num_rows and block is None else self._awaited(begin, signature)
         target = self._target(signature, awaited=awaited)
+        rows = direct_launch(workspace, signature, heap=True)
         workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
         tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
-        launch_in_place(workspace, signature, target, known.route_at, sent, tag, tokens)
+        launch_in_place(rows, workspace, target, known.route_at, sent, tag, tokens)
         self._monitor.meets()  # what goes through rings behind it
 
     def _awaited(self, begin: int, signature: Signature) -> int:

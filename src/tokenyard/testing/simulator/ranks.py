@@ -108,7 +108,7 @@ class SimulatedMemory:
         here.memories += 1
         self._number = here.memories
         self._regions: list[int] = []
-        self._allocated = 0
+        self._allocated, self._gates, self._gated = 0, 0, False
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region on every rank, between zones that no program may touch.
@@ -156,7 +156,8 @@ class SimulatedMemory:
         return words
 
     def tensors(self) -> AbstractContextManager[Any]:
-        """Nothing to do: programs run in this process."""
+        """A call begins, before any gate."""
+        self._gates, self._gated = self._gates + 1, False
         return nullcontext()
 
     def bind(
@@ -168,7 +169,9 @@ class SimulatedMemory:
         max_registers: int | None = None,
         **constants: Any,
     ) -> Callable[..., None]:
-        """``kernel``, to be queued with integers. ValueError: more programs than ``resident``."""
+        """``kernel``, to be queued with integers. ValueError: more programs than ``resident``. A
+        launch behind the gate that was loaded behind it is an AssertionError: on a GPU, loading
+        would wait for peers that wait for this rank."""
         del max_registers
         resident = self._sim.resident
         if resident is not None and grid > resident:
@@ -177,14 +180,18 @@ class SimulatedMemory:
                 f"together"
             )
 
+        behind = self._gates if self._gated else -1
+
         def launch(*args: int) -> None:
+            assert behind != self._gates, f"{kernel.__name__} was loaded behind the gate"
             self._sim.launch(self.rank, kernel, grid, *args, num_warps=num_warps, **constants)
             self._here.pause()
 
         return launch
 
     def gate(self) -> None:
-        """Nothing: launching never blocks here."""
+        """Launching never blocks here, so nobody waits."""
+        self._gates, self._gated = self._gates + 1, True
 
     def settle(self) -> None:
         """Wait until all launches of this rank have run. Everybody then sees what they stored."""
