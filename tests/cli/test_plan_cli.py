@@ -63,7 +63,7 @@ def test_tables_of_one_node() -> None:
         "36",
         "16",
         "36",
-        "16",
+        "4",
         "848",
         "MB",
     ] in lines

@@ -50,7 +50,9 @@ GRIDS: tuple[Grid, ...] = {"cuda": ((2, 1), (2, 2)), "simulated": ((2, 1),)}.get
 NUM_SMS = {"simulated": 2}.get(DEVICE)
 grids = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "x".join(map(str, grid)))
 on_ranks = distributed_test(
-    world_size=tuple(sorted({nodes * per_node for nodes, per_node in GRIDS})), engine="low_latency"
+    world_size=tuple(sorted({nodes * per_node for nodes, per_node in GRIDS})),
+    engine="low_latency",
+    pool="NVSHMEM",  # torch takes symmetric memory from one source in a process
 )
 
 
@@ -207,7 +209,7 @@ def test_calls(ranks: Ranks, grid: Grid, body: Callable[..., None]) -> None:
 
 @many_kernels
 @pytest.mark.parametrize("body", [bodies.capacity, bodies.refusals], ids=lambda body: body.__name__)
-@distributed_test(world_size=2, engine="low_latency")
+@distributed_test(world_size=2, engine="low_latency", pool="NVSHMEM")
 def test_calls_of_two_ranks(ranks: Ranks, body: Callable[..., None]) -> None:
     blocks = {"layout": MAJOR, "expert_alignment": 4, "num_tokens": 8}
     case = case_on(ranks, (2, 1), **(blocks if body is bodies.capacity else {}))
@@ -227,7 +229,7 @@ def test_replays_follow_new_rows_and_routing(ranks: Ranks, grid: Grid, in_two: b
 
 
 @processes
-@distributed_test(world_size=2, engine="low_latency", may_die=(1,))
+@distributed_test(world_size=2, engine="low_latency", may_die=(1,), pool="NVSHMEM")
 def test_the_other_goes_on_when_a_rank_is_killed(ranks: Ranks) -> None:
     case_on(ranks, (2, 1))
     with everything_on((2, 1)):

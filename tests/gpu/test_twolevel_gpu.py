@@ -99,6 +99,7 @@ sizes = distributed_test(
         sorted({grid.topology[0] * grid.topology[1] for grid in GRIDS if grid.topology})
     ),
     engine="twolevel",
+    pool="NVSHMEM",  # torch takes symmetric memory from one source in a process
 )
 
 

@@ -62,13 +62,11 @@ def test_launches_memory_and_host_words() -> None:
         assert region.addresses[ranks.rank] == region.local.data_ptr()
         with memory.tensors():
             out = torch.zeros(1, dtype=torch.int64)
+        add = memory.bind(add_to_all, 2, num_warps=4, R=ranks.world_size)
+        copy = memory.bind(copy_when, 1, num_warps=4)
         memory.gate()
-        memory.bind(add_to_all, 2, num_warps=4, R=ranks.world_size)(
-            region.addresses.data_ptr(), 1 + ranks.rank
-        )
-        memory.bind(copy_when, 1, num_warps=4)(
-            region.local.data_ptr(), 12, host.data_ptr(), out.data_ptr()
-        )
+        add(region.addresses.data_ptr(), 1 + ranks.rank)
+        copy(region.local.data_ptr(), 12, host.data_ptr(), out.data_ptr())
         assert memory.wait_until(lambda: bool(host[0]), 5.0)
         seen = int(host[0])
         memory.settle()
@@ -77,6 +75,24 @@ def test_launches_memory_and_host_words() -> None:
 
     for seed in range(10):
         assert simulate(3, body, seed=seed) == [(12, 12)] * 3
+
+
+def test_what_was_loaded_behind_the_gate_is_not_launched_there() -> None:
+    """On a GPU, ranks that load would hold up those whose programs wait for them."""
+
+    def body(ranks: SimulatedRank) -> None:
+        memory: SymmetricMemory = ranks.memory
+        region = memory.allocate(64)
+        with memory.tensors():
+            memory.gate()
+            add = memory.bind(add_to_all, 1, num_warps=4, R=1)
+            with pytest.raises(AssertionError, match="add_to_all was loaded behind the gate"):
+                add(region.addresses.data_ptr(), 1)
+            memory.gate()
+            add(region.addresses.data_ptr(), 1)
+        memory.settle()
+
+    simulate(1, body)
 
 
 def test_two_memories_of_a_rank_are_different() -> None:

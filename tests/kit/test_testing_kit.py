@@ -298,6 +298,25 @@ def test_workers_have_the_surroundings_of_their_start(
         new.close()
 
 
+@distributed_test(world_size=1)
+def note_process(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+
+
+@distributed_test(world_size=1, pool="of its own")
+def note_own_process(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+
+
+def test_a_named_pool_shares_no_process(tmp_path: Path) -> None:
+    path, seen = tmp_path / "pid", list[str]()
+    for body in (note_process, note_own_process) * 2:
+        body(str(path))
+        seen.append(path.read_text())
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
+
+
 def test_the_server_is_whole_when_it_forks() -> None:
     """It has one thread: a fork has no other."""
     tell_where("/dev/null")

@@ -131,6 +131,9 @@ FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, sta
 FEW_PULLS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=4)
 FEW_PUSHES = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, stages=4)
 """Of programs that have a multiprocessor each."""
+MOST_PUSHERS = 32
+"""Of up to 64 multiprocessors: a cluster of four in each of a GPU's eight parts (GPCs). Where some
+have two, these are late: four H200, 64 multiprocessors, 26, 32, 38 pushers: 495, 481, 526 us."""
 
 
 def pushers_of(num_sms: int, num_ranks: int) -> int:
@@ -179,7 +182,10 @@ def peer_tuning(
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     if all_sms and grid.num_nodes == 1:
         return _all_of_one_node(num_sms, grid.world_size, channels)
-    pushers, one_node = pushers_of(num_sms, grid.world_size), grid.num_nodes == 1
+    one_node = grid.num_nodes == 1
+    pushers = pushers_of(num_sms, grid.world_size)
+    if num_sms <= 2 * MOST_PUSHERS:
+        pushers = min(MOST_PUSHERS, pushers)
     # 64 KiB of rows a round, or a program waits for memory: of two ranks twice the channels
     gather = FEW_SUMS if grid.world_size > 2 else replace(FEW_SUMS, block=2 * FEW_SUMS.block)
     chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
@@ -219,7 +225,8 @@ def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:
     return Tuning(
         channels=max(1, min(channels, 4 * num_sms // (2 * ranks))),
         dispatch=KernelConfig(rows=1, block=4096, chunk=16, max_registers=128, per_sm=2),
-        send=KernelConfig(rows=1, block=8192, chunk=16),
+        # 8192 tokens, chunks of 4, 8, 16: of four ranks 981, 1006, 1035 us; of two 16 are faster
+        send=KernelConfig(rows=1, block=8192, chunk=16 if ranks <= 2 else 4),
         reduce=sums,
         direct=direct,
         pull=FEW_PULLS,

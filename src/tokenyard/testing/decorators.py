@@ -37,6 +37,7 @@ def distributed_test(
     engine: str | tuple[str, ...] = COLLECTIVE,
     timeout: float = 1200.0,
     may_die: tuple[int, ...] = (),
+    pool: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated function on ``world_size`` ranks, each a process, when pytest (or anyone)
     calls it.
@@ -45,7 +46,8 @@ def distributed_test(
     parameter ``ranks`` of the body, if it has one, is a :class:`Ranks`. Other arguments (fixtures,
     parameters, ``self``) are pickled for every rank. Ranks in ``may_die`` may exit or be killed
     without failing the test. After ``timeout`` seconds the ranks that still run are ended and their
-    stacks shown.
+    stacks shown. Worker processes serve one test after another; those of a ``pool`` serve only
+    tests that name it, say because a library can be set up in one way only in a process.
 
     ``TOKENYARD_TEST_DEVICE=cuda`` runs on GPUs (``launch.backend_for`` picks the backend),
     ``simulated`` on coroutines under the schedule of seed ``TOKENYARD_TEST_SEED`` (engines that
@@ -78,7 +80,8 @@ def distributed_test(
                 if run := IN_PROCESS.get(_device()):
                     run(BodyRun(body, name, arguments, ranks, timeout))
                 else:
-                    pools().run(_job(body, name, arguments), ranks, _device(), timeout, may_die)
+                    job = _job(body, name, arguments)
+                    pools().run(job, ranks, _device(), timeout, may_die, pool)
 
         setattr(test, BODY, body)
         return _parametrised(test, visible, world_size, engine)

@@ -101,26 +101,33 @@ class Pool:
 
 
 class Pools:
-    """The pools of this process, one for each number of ranks, started when needed."""
+    """The pools of this process, one for each name and number of ranks, started when needed."""
 
     def __init__(self) -> None:
         self._store = local_store()
-        self._pools: dict[tuple[str, int], Pool] = {}
+        self._pools: dict[tuple[str, str, int], Pool] = {}
         self._started = 0
 
     def run(
-        self, job: Job, world_size: int, device: str, timeout: float, may_die: tuple[int, ...]
+        self,
+        job: Job,
+        world_size: int,
+        device: str,
+        timeout: float,
+        may_die: tuple[int, ...],
+        name: str = "",
     ) -> None:
-        """Run a body; raises as :func:`judge` does. Ends a pool that may be out of step."""
+        """Run a body in the pool ``name``; raises as :func:`judge` does. Ends a pool that may be
+        out of step."""
         __tracebackhide__ = True
-        pool = self._take(world_size, device)
+        pool = self._take(name, world_size, device)
         endings: set[Ending] = set()
         try:
             outcomes = pool.run(job, timeout, may_die)
             endings = {outcome.ending for outcome in outcomes.values()}
         finally:
             if endings in ({Ending.PASSED}, {Ending.SKIPPED}) and not pool.crowded:
-                self._pools[device, world_size] = pool
+                self._pools[name, device, world_size] = pool
                 pool.rest()
             else:
                 pool.kill()
@@ -130,8 +137,8 @@ class Pools:
         while self._pools:
             self._pools.popitem()[1].kill()
 
-    def _take(self, world_size: int, device: str) -> Pool:
-        pool = self._pools.pop((device, world_size), None)
+    def _take(self, name: str, world_size: int, device: str) -> Pool:
+        pool = self._pools.pop((name, device, world_size), None)
         if pool is not None and pool.alive:
             pool.wake()
             return pool
