@@ -25,6 +25,10 @@ least over rounds of the slowest rank's time divided by 4 (us), and ``net``: byt
 rank with fewest sends to other nodes, over the median. HOST LATE: in so many rounds a GPU woke up
 too early. A kind that fails is reported, and the next one goes on. Exit status: 0 if everything ran
 and was right.
+
+``--tuning "base push.chunk=8 pushers=32,gatherers=32"`` times each of these changes of the engine's
+own numbers in turn (fields of ``engines/tuning.py``; ``base``: none). ``--rings``: rows go through
+rings, there and back, however many they are.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from threading import Lock
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -49,6 +54,8 @@ from benchmarks.batches import DeviceTruth
 from benchmarks.twolevel_calls import rows_across
 from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from rank_threads import run_threads
+from tokenyard.engines import peer_choice
+from tokenyard.engines.tuning import Tuning, peer_tuning
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
 from tokenyard.formats import quantize
 from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors
@@ -69,6 +76,7 @@ WARMUPS, CALLS = 2, 4
 SLEEP = 20_000_000  # cycles, about 10 ms: longer than the host takes to launch a round
 TIMEOUT, LIMIT = 40.0, 280.0  # seconds: of kernels and gates; of one combination
 OBJECTS_PER_CASE = 1000
+BASE = "base"
 
 
 class Setting(NamedTuple):
@@ -81,9 +89,13 @@ class Setting(NamedTuple):
     tokens: int
     kinds: tuple[str, ...]
     rounds: int
+    change: str = BASE
+    rings: bool = False
 
     def __str__(self) -> str:
-        return f"{self.engine} {self.grid} map {self.map} SMs {self.sms or 'all'}"
+        changed = "" if self.change == BASE else f" {self.change}"
+        rings = " rings" if self.rings else ""
+        return f"{self.engine} {self.grid} map {self.map} SMs {self.sms or 'all'}{rings}{changed}"
 
     @property
     def devices(self) -> list[torch.device]:
@@ -412,6 +424,31 @@ class Rank:
         )
 
 
+def changed(tuning: Tuning, change: str) -> Tuning:
+    """``tuning`` with what ``change`` says, as ``push.chunk=8,pushers=32``."""
+    for part in [] if change == BASE else change.split(","):
+        name, _, value = part.partition("=")
+        role, _, inner = name.rpartition(".")
+        new: Any = float(value) if "." in value else int(value)
+        if role:
+            name, new = role, replace(getattr(tuning, role), **{inner: new})
+        tuning = replace(tuning, **{name: new})
+    return tuning
+
+
+def run_changed(setting: Setting) -> int:
+    """:func:`run`, with the engine's numbers changed."""
+
+    def tuned(*given: Any, **options: Any) -> Tuning:
+        return changed(peer_tuning(*given, **options), setting.change)
+
+    nothing = {"receive_bytes": mock.DEFAULT, "heap_bytes": mock.DEFAULT} if setting.rings else {}
+    with mock.patch.multiple(peer_choice, peer_tuning=tuned, **nothing) as found:
+        for each in found.values():
+            each.return_value = 0
+        return run(setting)
+
+
 def run(setting: Setting) -> int:
     """How many kinds failed or were wrong. Like ``run_virtual_ranks``, on two GPUs; raises
     ThreadsFailed.
@@ -453,6 +490,8 @@ def parse_settings(arguments: Sequence[str]) -> list[Setting]:
     parser.add_argument(
         "--rounds", default=5, type=int, help=f"that are timed, {CALLS} calls each (5)"
     )
+    parser.add_argument("--tuning", default=BASE, help="changes, separated by spaces (base: none)")
+    parser.add_argument("--rings", action="store_true", help="no memory for calls without rings")
     given = parser.parse_args(arguments)
     try:
         grid = Topology(*map(int, given.grid.split("x")))
@@ -468,9 +507,14 @@ def parse_settings(arguments: Sequence[str]) -> list[Setting]:
     if min(given.tokens, given.rounds) < 1:
         parser.error(f"--tokens ({given.tokens}) and --rounds ({given.rounds}) must be at least 1")
     settings = [
-        Setting(grid, engine, where, count, given.tokens, tuple(lists["kinds"]), given.rounds)
-        for engine, where, count in product(lists["engine"], lists["map"], sms)
-    ]
+        Setting(
+            grid, engine, where, count, given.tokens, tuple(lists["kinds"]), given.rounds,
+            change, given.rings,
+        )
+        for engine, where, count, change in product(
+            lists["engine"], lists["map"], sms, given.tuning.split()
+        )
+    ]  # fmt: skip
     if any(len(set(setting.devices)) < min(2, GPUS) for setting in settings):
         parser.error(
             f"--map ({given.map}) puts all ranks of grid {grid} on one GPU: take the other map"
@@ -498,7 +542,7 @@ def main(settings: list[Setting]) -> int:
     bad = 0
     for setting in settings:
         begin = time.monotonic()
-        bad += run(setting)
+        bad += run_changed(setting)
         print(f"{setting}: took {time.monotonic() - begin:.1f} s", flush=True)
     return int(bad > 0)
 
