@@ -94,8 +94,8 @@ class Rates:
 
 HOPPER = Rates(
     dispatch=CallRates(13.1, 360.0, 46.0),
-    in_place=CallRates(12.7, 360.0, 46.2),
-    combine=CallRates(15.8, 353.0, 66.3),
+    in_place=CallRates(12.4, 361.0, 46.6),
+    combine=CallRates(15.4, 348.0, 65.9),
     collective=CallRates(269.0, 275.0),
     collective_back=CallRates(459.0, 115.0),
     low_dispatch=CallRates(8.0, 250.0),
