@@ -93,9 +93,8 @@ class Setting(NamedTuple):
     rings: bool = False
 
     def __str__(self) -> str:
-        changed = "" if self.change == BASE else f" {self.change}"
-        rings = " rings" if self.rings else ""
-        return f"{self.engine} {self.grid} map {self.map} SMs {self.sms or 'all'}{rings}{changed}"
+        more = " rings" * self.rings + f" {self.change}" * (self.change != BASE)
+        return f"{self.engine} {self.grid} map {self.map} SMs {self.sms or 'all'}{more}"
 
     @property
     def devices(self) -> list[torch.device]:
@@ -442,10 +441,12 @@ def run_changed(setting: Setting) -> int:
     def tuned(*given: Any, **options: Any) -> Tuning:
         return changed(peer_tuning(*given, **options), setting.change)
 
-    nothing = {"receive_bytes": mock.DEFAULT, "heap_bytes": mock.DEFAULT} if setting.rings else {}
-    with mock.patch.multiple(peer_choice, peer_tuning=tuned, **nothing) as found:
-        for each in found.values():
-            each.return_value = 0
+    def no_memory(*_: Any, **__: Any) -> int:
+        return 0
+
+    kept = ("receive_bytes", "heap_bytes") if setting.rings else ()
+    changes = {"peer_tuning": tuned} | dict.fromkeys(kept, no_memory)
+    with mock.patch.multiple(peer_choice, **changes):
         return run(setting)
 
 

@@ -108,7 +108,8 @@ class SimulatedMemory:
         here.memories += 1
         self._number = here.memories
         self._regions: list[int] = []
-        self._allocated, self._gates, self._gated = 0, 0, False
+        self._allocated = 0
+        self._gate: object | None = None  # the last one that this call has passed
 
     def allocate(self, num_bytes: int) -> Region:
         """Collective: a zeroed region on every rank, between zones that no program may touch.
@@ -157,7 +158,7 @@ class SimulatedMemory:
 
     def tensors(self) -> AbstractContextManager[Any]:
         """A call begins, before any gate."""
-        self._gates, self._gated = self._gates + 1, False
+        self._gate = None
         return nullcontext()
 
     def bind(
@@ -180,10 +181,11 @@ class SimulatedMemory:
                 f"together"
             )
 
-        behind = self._gates if self._gated else -1
+        behind = self._gate
 
         def launch(*args: int) -> None:
-            assert behind != self._gates, f"{kernel.__name__} was loaded behind the gate"
+            loaded_before = behind is None or behind is not self._gate
+            assert loaded_before, f"{kernel.__name__} was loaded behind the gate"
             self._sim.launch(self.rank, kernel, grid, *args, num_warps=num_warps, **constants)
             self._here.pause()
 
@@ -191,7 +193,7 @@ class SimulatedMemory:
 
     def gate(self) -> None:
         """Launching never blocks here, so nobody waits."""
-        self._gates, self._gated = self._gates + 1, True
+        self._gate = object()
 
     def settle(self) -> None:
         """Wait until all launches of this rank have run. Everybody then sees what they stored."""
