@@ -66,7 +66,8 @@ MAIN = (
     r"dispatch_kernel (EXPERT_MAJOR exact fresh bf16|EXPERT_PADDED static fresh FP8) @132",
     r"EXPERT_MAJOR exact back weighted @132",
     r"(plan_kernel int32 ids, no weights|refusal|a rank is gone) @132",
-    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|back|fresh in place)( bf16)? @24",
+    r"(dispatch|direct|combine)_kernel FLAT exact (fresh|back|fresh in place)( bf16)? @24$",
+    r"(dispatch|combine)_kernel FLAT exact (fresh|back)( bf16)? @24 of",
     r"FLAT exact back in place @8",
     r"push_kernel EXPERT_MAJOR pushed back weighted @24",
     r"FLAT exact back in place float32 @132",
@@ -82,17 +83,18 @@ Launch = dict[str, Any]
 class Recorder:
     """Memory of rank 0 on which nothing runs."""
 
-    rank, world_size, num_sms, device = 0, RANKS, SMS, torch.device("cpu")
+    rank, num_sms, device = 0, SMS, torch.device("cpu")
     early, shared_gpu, ranks_per_node = True, False, 0
 
-    def __init__(self) -> None:
-        self.label = ""
+    def __init__(self, ranks: int = RANKS) -> None:
+        self.world_size, self.label = ranks, ""
         self.launches: dict[str, Launch] = {}
         self._kept: list[Tensor] = []
 
     def allocate(self, num_bytes: int) -> Region:
         return Region(
-            torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(RANKS, dtype=torch.int64)
+            torch.empty(num_bytes, dtype=torch.uint8),
+            torch.zeros(self.world_size, dtype=torch.int64),
         )
 
     def heap(self, num_bytes: int) -> Heap:
@@ -141,22 +143,22 @@ class Recorder:
     def close(self) -> None: ...
 
 
-def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
+def record(num_sms: int, *, few: bool = False, ranks: int = RANKS) -> dict[str, Launch]:
     """All kinds of launches with ``num_sms`` multiprocessors; ``few``: the main ones."""
-    memory = Recorder()
+    memory = Recorder(ranks)
     config = Config(
         num_experts=EXPERTS,
         hidden=HIDDEN,
         num_topk=TOP,
         max_tokens_per_rank=TOKENS,
         rank=0,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=5.0,
     )
     chosen = choose_peer(config, num_sms, DEFAULT_BUFFER_BYTES, all_sms=num_sms == SMS, nodes=False)
     config, tuning, make = chosen.config, chosen.tuning, chosen.engine
     failures = FailureReports(dist.HashStore(), 0, 1.0)
-    given = config, memory, Stats.zeros(0, RANKS), tuning, DEFAULT_BUFFER_BYTES, failures
+    given = config, memory, Stats.zeros(0, ranks), tuning, DEFAULT_BUFFER_BYTES, failures
     engine = make(*given)
     plain = Payload(torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     cast = quantize(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), Quantize.FP8)
@@ -261,11 +263,13 @@ def record(num_sms: int, *, few: bool = False) -> dict[str, Launch]:
 
 
 def variants(everything: bool) -> Iterator[tuple[str, Launch]]:
-    """Launches with 132, 24 and 8 multiprocessors; and sums with a bug, to see that it shows."""
-    for num_sms in (SMS, 24, 8):
-        for name, launch in record(num_sms, few=num_sms != SMS).items():
-            if everything or any(re.search(pattern, f"{name} @{num_sms}") for pattern in MAIN):
-                yield f"{name} @{num_sms}", launch
+    """Launches with 132, 24 and 8 multiprocessors, of two ranks with 24, whose channels share
+    programs; and sums with a bug, to see that it shows."""
+    for num_sms, ranks in ((SMS, RANKS), (24, RANKS), (8, RANKS), (24, 2)):
+        for name, launch in record(num_sms, few=num_sms != SMS, ranks=ranks).items():
+            label = f"{name} @{num_sms}" + f" of {ranks} ranks" * (ranks != RANKS)
+            if everything or any(re.search(pattern, label) for pattern in MAIN):
+                yield label, launch
     with planted("no barrier before a release"):
         yield "planted", record(8, few=True)["push_kernel FLAT exact back in place"]
 

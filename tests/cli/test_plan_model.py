@@ -112,8 +112,9 @@ def test_a_combine_by_hand() -> None:
     """4 GPUs, an expert each, top-2, 1000 tokens of 2000 bytes: 1500 rows come from others, 3 MB,
     so 30 us at 100 GB/s.
 
-    5 reducers store 1000 results, 2 MB, at 2 GB/s each: 200 us, with two GPUs too. Without rings
-    100 programs read and store 9 MB of them, 1 MB that stays, and 2 MB of results: 60 us.
+    5 reducers store 1000 results, 2 MB, at 2 GB/s each: 200 us, with two GPUs too. 50 senders of
+    2 GB/s take 30 us, of two GPUs (5/6 of the tokens cross) 16.7. Without rings 100 programs read
+    and store 9 MB of them, 1 MB that stays, and 2 MB of results: 60 us.
     """
     ring = Ring(
         name="NVLink", count=20, num_bytes=8000, slots=4, chunk=2, back_slots=4, back_chunk=1
@@ -126,7 +127,8 @@ def test_a_combine_by_hand() -> None:
     for gpus in (2, 4):
         work = Workload(nodes=1, gpus_per_node=gpus, tokens=1000, hidden=1000, experts=4, topk=2)
         found.append(nvlink_combine(work, traffic(work, "uniform"), sizes, rates))
-    assert [terms.programs for terms in found] == [200.0, 200.0]
+    programs = [math.hypot(200, 2e6 * 5 / 6 / 1e5), math.hypot(200, 30)]
+    assert [terms.programs for terms in found] == pytest.approx(programs)
     assert found[1].nvlink == pytest.approx(30.0) and found[1].latency == 10.0
     assert found[1].fill == pytest.approx(15 * 2000 / 1e6)  # the last row of 15 rings
     roomy = replace(sizes, receive_bytes=3_000_001)

@@ -259,7 +259,7 @@ else
 if pid >= 0
   begin_tasks(state)
   while (left > 0) & (step < OVER)
-    for range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders))
+    for range(ROUND)
       _turn(peers)
       if place == 0
         flush_signals(state)
@@ -383,7 +383,7 @@ if pid >= 0
     if not ready
       if before > 0
         all_are_here(regions)
-    for range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders))
+    for range(tasks_of_worker(TASKS, k.ranks, k.grid.workers, 0, 1))
       _turn(peers)
     _flush_signals(peers)
   if step < OVER

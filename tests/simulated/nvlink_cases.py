@@ -52,7 +52,8 @@ class Scenario:
 
     ``ranks_per_node``: of engine twolevel; None: engine nvlink. ``net``: nodes reach each other
     through the simulated network; ``mapped``: by it go node headers and announcements only, as
-    nodes map each other's memory too. ``workers``: programs of a channel, at most.
+    nodes map each other's memory too. ``workers``: programs of a channel, at most. ``bundled``:
+    pairs of channels share them.
     ``receive_bytes``, ``heap_bytes``: of the receive buffer and the heap of engine nvlink.
     """
 
@@ -69,6 +70,7 @@ class Scenario:
     net: bool = False
     mapped: bool = False
     workers: int = 2
+    bundled: bool = False
     receive_bytes: int = 0
     heap_bytes: int = 0
 
@@ -102,6 +104,7 @@ class Scenario:
             net_chunk=self.chunk + 1,
             turn=self.rows + 1,
             cast_ahead=self.slots % 2 == 1,
+            bundle=2 if self.bundled else 1,
         )
 
     @cached_property
@@ -200,6 +203,8 @@ def draw(world_size: int, seed: int) -> Scenario:
         rounds=(),
         workers=1 + seed % 4,
     )
+    if seed % 3 == 1:
+        scenario = replace(scenario, channels=2 * scenario.channels, bundled=True)
     first = _draw_round(scenario, random, seed, few)
     if few or random.random() < 0.5:
         return replace(scenario, rounds=(first,))

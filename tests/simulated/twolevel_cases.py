@@ -32,6 +32,8 @@ def draw_in_place(nodes: int, per_node: int, seed: int) -> Scenario:
 
 def _on_grid(scenario: Scenario, per_node: int, seed: int) -> Scenario:
     reach = (PEERS, PUTS, PEERS, MAPPED)[seed % 4]
+    if scenario.bundled:  # of one node only
+        scenario = replace(scenario, channels=scenario.channels // 2, bundled=False)
     return replace(scenario, ranks_per_node=per_node, workers=1 + seed // 2 % 3, **reach)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,11 +25,13 @@ from tokenyard.topology import Topology, num_tasks
 
 
 @triton.jit
-def deal(tasks, rounds, k: tl.constexpr):
-    """``tasks[worker, round]``: what :func:`dealt` gives."""
+def deal(found, rounds, tasks: tl.constexpr, k: tl.constexpr):
+    """``found[worker, round, 2]``: what :func:`dealt` gives of bundle 1."""
     worker = tl.program_id(0)
     for i in range(rounds):
-        tl.store(tasks + worker * rounds + i, dealt(worker, i + 0, k))
+        task, channel = dealt(worker, i + 0, 1, tasks, k)
+        tl.store(found + (worker * rounds + i) * 2, task)
+        tl.store(found + (worker * rounds + i) * 2 + 1, channel)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16, 64])
@@ -37,30 +39,38 @@ def deal(tasks, rounds, k: tl.constexpr):
 def test_no_more_programs_than_multiprocessors_are_lent(sms: int, ranks: int) -> None:
     tuning = peer_tuning(sms, Topology(1, ranks), all_sms=False)
     for config in (tuning.dispatch, tuning.send, tuning.reduce, tuning.direct):
-        workers = tuning.workers(config, num_tasks(ranks, 1))
-        assert 1 <= workers * tuning.channels <= sms
+        workers = tuning.workers(config, num_tasks(ranks, 1), tuning.bundle)
+        assert 1 <= workers * tuning.channels // tuning.bundle <= sms
     assert max(2, sms) >= tuning.pushers + tuning.gatherers >= 2
 
 
+@pytest.mark.parametrize("bundle", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-def test_workers_of_a_channel_have_each_task_once(ranks: int) -> None:
-    """In the rounds that kernels make, whether some only send or all share all tasks. Senders
-    have sends and the call barrier: tasks 1 to R - 1, and the last.
+def test_workers_of_a_bundle_have_each_task_once(ranks: int, bundle: int) -> None:
+    """In the rounds that kernels make, whether some only send or all share all tasks, of dispatch
+    and of combine. Senders have sends and the call barrier: tasks 1 to R - 1, and the last, which
+    does nothing but in channel 0.
     """
-    tasks = num_tasks(ranks, 1)
-    sends = {*range(1, ranks), tasks - 1}
-    for workers in range(1, tasks + 1):
-        for senders in range(min(workers, ranks + 1)):
-            rounds: int = tasks_of_worker(tasks, workers, senders)
-            each = torch.full((workers, rounds), -1, dtype=torch.int32)
-            of_channel = SimpleNamespace(workers=workers, senders=senders)
-            k: Any = SimpleNamespace(ranks=ranks, grid=of_channel)
-            with interpreter.patched_language():
-                deal[(workers,)](each, rounds, k=k)
-            dealt_to = [[task for task in row if task < tasks] for row in each.tolist()]
-            assert sorted(chain(*dealt_to)) == list(range(tasks))
-            if senders:
-                assert {*chain(*dealt_to[:senders])} == sends
+    channels = range(bundle, 2 * bundle)
+    for tasks in (num_tasks(ranks, 1), ranks + 1):
+        barrier = (tasks - 1, bundle)
+        tasks_of_channels = set(product(range(tasks - 1), channels)) | {barrier}
+        sends = set(product(range(1, ranks), channels)) | {barrier}
+        for workers in range(1, min(tasks * bundle, 12 // bundle) + 1):
+            for senders in range(min(workers, ranks + 1, 5)):
+                rounds: int = tasks_of_worker(tasks, ranks, workers, senders, bundle)
+                found = torch.full((workers, rounds, 2), -1, dtype=torch.int32)
+                grid = SimpleNamespace(workers=workers, senders=senders, bundle=bundle)
+                k: Any = SimpleNamespace(ranks=ranks, grid=grid)
+                with interpreter.patched_language():
+                    deal[(workers,)](found, rounds, tasks, k=k)
+                dealt_to = [[tuple(each) for each in row if each[0] < tasks]
+                            for row in found.tolist()]  # fmt: skip
+                idle = set(product([tasks - 1], channels)) - {barrier}
+                assert sorted(set(chain(*dealt_to)) - idle) == sorted(tasks_of_channels)
+                assert len([*chain(*dealt_to)]) == len({*chain(*dealt_to)})
+                if senders:
+                    assert {*chain(*dealt_to[:senders])} == sends
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])

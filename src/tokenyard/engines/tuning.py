@@ -89,7 +89,8 @@ class Tuning:
 
     A channel's work is a row of tasks (one per role and peer, and the call barrier), which its
     programs share, its *workers* (``kernels/two_scheduler.py``). With as many workers as tasks each
-    has a program of its own; with one, each program does everything for its channel.
+    has a program of its own; with one, each program does everything for its channel. Channels of a
+    *bundle* have their workers together.
     """
 
     channels: int
@@ -112,19 +113,27 @@ class Tuning:
     net_share: float = NET_SHARE  # part of rings' memory for network rings and their staging
     # rows that a dispatch through rings casts are cast before, once, not for each destination
     cast_ahead: bool = False
+    bundle: int = 1  # channels, in calls through rings
 
-    def workers(self, config: KernelConfig, tasks: int) -> int:
-        """Programs of each channel of a kernel of ``config`` with so many ``tasks`` per channel."""
-        return max(1, min(tasks, config.per_sm * self.num_sms // self.channels))
+    def workers(self, config: KernelConfig, tasks: int, bundle: int = 1) -> int:
+        """Programs of each ``bundle`` of channels of a kernel of ``config`` with so many ``tasks``
+        per channel."""
+        return max(1, min(tasks * bundle, config.per_sm * self.num_sms * bundle // self.channels))
 
     def senders(self, workers: int, grid: Topology) -> int:
-        """Of so many ``workers`` of a channel, those that only send in a dispatch that casts no
+        """Of so many ``workers`` of a bundle, those that only send in a dispatch that casts no
         rows: half of them; 0 where one would have more tasks so, or nodes have tasks between them.
         """
         ranks, senders = grid.ranks_per_node, workers // 2
         if grid.num_nodes > 1 or not senders:
             return 0
         return senders if -(-ranks // senders) == -(-2 * ranks // workers) else 0
+
+    def combine_senders(self, workers: int, grid: Topology) -> int:
+        """The same of a combine of rows in arrival order: one of two, where multiprocessors are
+        few. Of two ranks one has all sends anyhow; of more than four nobody has timed it."""
+        few = grid.num_nodes == self.reduce.per_sm == 1
+        return int(few and workers == 2 < grid.world_size <= 4)
 
 
 FEW_SUMS = KernelConfig(rows=16, block=512, num_warps=16, max_registers=128, stages=3)
@@ -182,37 +191,58 @@ def peer_tuning(
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     if all_sms and grid.num_nodes == 1:
         return _all_of_one_node(num_sms, grid.world_size, channels)
-    one_node = grid.num_nodes == 1
-    pushers = pushers_of(num_sms, grid.world_size)
-    if num_sms <= 2 * MOST_PUSHERS:
-        pushers = min(MOST_PUSHERS, pushers)
-    # 64 KiB of rows a round, or a program waits for memory: of two ranks twice the channels
-    gather = FEW_SUMS if grid.world_size > 2 else replace(FEW_SUMS, block=2 * FEW_SUMS.block)
-    chunk = 64 if one_node else 16  # a program that only sends waits for each chunk's stores
-    dispatch = KernelConfig(rows=4, block=4096, chunk=chunk, num_warps=16, max_registers=128)
+    if grid.num_nodes == 1:
+        return _few_of_one_node(num_sms, grid.world_size, channels)
+    dispatch = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
     reduce = KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
+    pushers = pushers_of(num_sms, grid.world_size)
     return Tuning(
-        channels=min(channels, few_channels(num_sms, grid.world_size) if one_node else num_sms),
-        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=gather,
+        channels=min(channels, num_sms),
+        dispatch=dispatch, direct=dispatch, pull=FEW_PULLS, push=FEW_PUSHES, gather=FEW_SUMS,
         send=KernelConfig(rows=4, block=8192, chunk=4 if all_sms else 16, num_warps=16),
         reduce=reduce if all_sms else FEW_PULLS,
         forward=KernelConfig(rows=4, block=4096, num_warps=16), num_sms=num_sms, pushers=pushers,
-        gatherers=max(1, num_sms - pushers), cast_ahead=one_node,
-        net_chunk=LONG_TURN if one_node else 16,
-        turn=64 if one_node and grid.world_size <= 2 else 16,  # of four ranks 16 are faster
+        gatherers=max(1, num_sms - pushers),
     )  # fmt: skip
 
 
-def few_channels(num_sms: int, ranks: int) -> int:
-    """Channels of one node of ``ranks`` where ``num_sms`` are few: through rings each has a program
-    that sends, and one that takes rows to their places, or two among two ranks, where half of the
-    rows stay.
+def few_channels(num_sms: int, ranks: int, most: int) -> tuple[int, int]:
+    """Channels of one node of ``ranks`` where ``num_sms`` are few, ``most`` at most, and how many
+    of them share their programs.
 
-    >>> [few_channels(24, ranks) for ranks in (1, 2, 4, 8)]
-    [24, 8, 12, 12]
+    Through rings each has a program that sends, and one that takes rows to their places. Among two
+    ranks half of the rows stay, so two channels share a program that sends, and two others.
+
+    >>> [few_channels(24, ranks, 64) for ranks in (1, 2, 4, 8)]
+    [(24, 1), (16, 2), (12, 1), (12, 1)]
+    >>> few_channels(24, 2, 11), few_channels(1, 2, 64)
+    ((10, 2), (1, 1))
     """
-    each = {1: 1, 2: 3}.get(ranks, 2)
-    return max(1, num_sms // each)
+    if ranks == 2 and min(most, num_sms) > 1:
+        return 2 * max(1, min(most // 2, num_sms // 3)), 2
+    return max(1, min(most, num_sms // min(ranks, 2))), 1
+
+
+def _few_of_one_node(num_sms: int, ranks: int, most_channels: int) -> Tuning:
+    """Multiprocessors that hold a program each."""
+    pushers = pushers_of(num_sms, ranks)
+    if num_sms <= 2 * MOST_PUSHERS:
+        pushers = min(MOST_PUSHERS, pushers)
+    # 64 KiB of rows a round, or a program waits for memory: of two ranks twice the channels
+    gather = FEW_SUMS if ranks > 2 else replace(FEW_SUMS, block=2 * FEW_SUMS.block)
+    # a program that only sends waits for each chunk's stores
+    dispatch = KernelConfig(rows=4, block=4096, chunk=64, num_warps=16, max_registers=128)
+    channels, bundle = few_channels(num_sms, ranks, most_channels)
+    return Tuning(
+        channels=channels, bundle=bundle,
+        dispatch=dispatch, direct=dispatch, forward=dispatch, pull=FEW_PULLS,
+        push=FEW_PUSHES, gather=gather,
+        send=KernelConfig(rows=2, block=8192, chunk=32),
+        reduce=FEW_PULLS,
+        num_sms=num_sms, pushers=pushers, gatherers=max(1, num_sms - pushers), cast_ahead=True,
+        net_chunk=LONG_TURN,
+        turn=64 if ranks <= 2 else 16,  # of four ranks 16 are faster
+    )  # fmt: skip
 
 
 def _all_of_one_node(num_sms: int, ranks: int, channels: int) -> Tuning:

@@ -95,13 +95,13 @@ def pack_metadata(payload, token, ring, slot, here, k: tl.constexpr):
 
 
 @triton.jit
-def zero_padding(routing, local, result, channel, k: tl.constexpr):
+def zero_padding(routing, local, result, part, parts: tl.constexpr, k: tl.constexpr):
     """Zero the rows between the last row of an expert and the end of its block.
 
-    This channel has experts ``channel``, ``channel + channels``, ... of this rank's ``local`` ones.
+    This ``part`` has experts ``part``, ``part + parts``, ... of this rank's ``local`` ones.
     """
     row: tl.constexpr = k.row
-    for expert in range(channel, local, k.channels):
+    for expert in range(part, local, parts):
         block = block_of(routing.plan, expert + 0, local, routing.num_tokens, k)
         begin = tl.load(block)
         end = tl.minimum(tl.load(block + 1), routing.num_rows)

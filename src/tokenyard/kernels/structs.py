@@ -74,8 +74,9 @@ class Grid(NamedTuple):
     first_byte: int  # of the signals between nodes, in every rank's symmetric region
     network: bool  # headers and call barriers cross by NVSHMEM
     mapped: bool  # memory of other nodes' ranks is mapped: rows are stored there
-    workers: int  # programs of each channel
-    senders: int = 0  # of these, those that only send in a dispatch; 0: all share all tasks
+    workers: int  # programs of each bundle of channels
+    senders: int = 0  # of these, those that only send; 0: all share all tasks
+    bundle: int = 1  # channels that share their workers
 
 
 class Cast(NamedTuple):
@@ -201,15 +202,15 @@ def strides_in_slots(row: RowConstants) -> Strides:
     return Strides(row.slot_bytes * 8 // row.word_bits, row.slot_bytes // 4, row.slot_bytes // 4)
 
 
-def grid_of(workspace: Any, workers: int = 1, senders: int = 0) -> Grid:
+def grid_of(workspace: Any, workers: int = 1, senders: int = 0, bundle: int = 1) -> Grid:
     """Of an ``engines.workspace.PeerWorkspace``; ``workers``, and ``senders`` of them: of each
-    channel."""
+    ``bundle`` of channels."""
     grid = workspace.grid
     return Grid(
         nodes=grid.num_nodes, ranks_per_node=grid.ranks_per_node,
         local_bins=power_of_two_at_least(max(2, grid.ranks_per_node)),
         header_words=workspace.header_words, first_byte=workspace.far_at, network=workspace.net,
-        mapped=workspace.mapped, workers=workers, senders=senders,
+        mapped=workspace.mapped, workers=workers, senders=senders, bundle=bundle,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 """Combine over two levels: a node's rows of a token are summed there, and one row per (token, node)
 crosses the network.
 
-G nodes of P ranks. Grid ``W C``: W workers per channel (``kernels/two_scheduler.py``). Tasks of a
+G nodes of P ranks. W workers per bundle of channels (``kernels/two_scheduler.py``). Tasks of a
 channel: a reducer, a combiner per other node, a sender per owner with another local index, the
 call barrier (of channel 0). Example: 2 nodes of 2 ranks, token 5 of rank 0 went to ranks 2 and 3:
 rank 3 sends its partial sum to rank 2, whose combiner adds its own in rank order, rounds and sends
@@ -278,29 +278,32 @@ def two_combine_kernel(
     routing = Routing(
         plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
     )
-    c, worker = pid % k.channels, pid // k.channels
+    grid: tl.constexpr = k.grid
+    BUNDLES: tl.constexpr = k.channels // grid.bundle
+    bundle, worker = pid % BUNDLES, pid // BUNDLES
     TASKS: tl.constexpr = k.ranks + 1
+    ROUND: tl.constexpr = tasks_of_worker(TASKS, k.ranks, grid.workers, grid.senders, grid.bundle)
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, k)
+        begin_tasks(state, worker, bundle, TASKS, k)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
-            for i in range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders)):
-                place = place_in_round(i, c, TASKS, k)
-                task = dealt(worker, place, k)
+            for i in range(ROUND):
+                place = place_in_round(i, bundle, TASKS, k)
+                task, c = dealt(worker, place, bundle, TASKS, k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows = _turn(peers, home, local, routing, parts, sums, tag, turn, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
                 left += rows
                 direct += tl.where(task < 1, 0, rows)
-                # behind the reducer, which stores inside the rank only: meanwhile what others
-                # stored arrives
+                # behind the reducer, if it has one, which stores inside the rank only: meanwhile
+                # what others stored arrives
                 if place == 0:
-                    flush_signals(state, worker, c, TASKS, k)
+                    flush_signals(state, worker, bundle, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        flush_signals(state, worker, c, TASKS, k)
+        flush_signals(state, worker, bundle, TASKS, k)
 
 
 # The host's side
@@ -313,21 +316,19 @@ def token_bytes(workspace: Any, dtype: Any, bias: tuple[Any, ...]) -> int:
 
 
 def bind_sums(
-    kernel: Any, config: Any, tasks: int, workspace: Any, row_layout: Any, dtype: Any,
+    kernel: Any, grid: Any, config: Any, workspace: Any, row_layout: Any, dtype: Any,
     bias: tuple[Any, ...], **constants: Any,
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load a kernel that takes a ``CombineConfig``, and the number of experts behind
-    the arguments of the launch. ``tasks``: of a channel."""
-    workers = workspace.tuning.workers(config, tasks)
-    grid, (bias0, bias1) = grid_of(workspace, workers), types_of(bias)
-    ranks = grid.nodes * grid.ranks_per_node
+    the arguments of the launch."""
+    ranks, (bias0, bias1) = grid.nodes * grid.ranks_per_node, types_of(bias)
     k = CombineConfig(
         ranks=ranks, rank_bins=workspace.rank_bins, plan_ranks=ranks + grid.nodes,
         channels=workspace.tuning.channels, grid=grid, row=row_constants(row_layout),
         network_ring=network_ring_of(workspace, row_layout), dtype=kernel_type(dtype), bias0=bias0,
         bias1=bias1, turn=workspace.tuning.turn, **constants,
     )  # fmt: skip
-    launch = workspace.bind(kernel, workers * k.channels, config, k)
+    launch = workspace.bind(kernel, grid.workers * k.channels // grid.bundle, config, k)
     return lambda *args: launch(*args, workspace.config.num_experts)
 
 
@@ -337,8 +338,11 @@ def bind_two_combine(
 ) -> Callable[..., None]:  # fmt: skip
     """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Arguments: as
     in ``CombineConfig``, with torch dtypes."""
-    send, reduce = workspace.tuning.send, workspace.tuning.reduce
-    slots = workspace.slots(row_layout)
+    tuning, slots = workspace.tuning, workspace.slots(row_layout)
+    send, reduce, bundle = tuning.send, tuning.reduce, tuning.bundle
+    workers = tuning.workers(reduce, workspace.memory.world_size + 1, bundle)
+    senders = 0 if by_expert else tuning.combine_senders(workers, workspace.grid)
+    grid = grid_of(workspace, workers, senders, bundle)
     chunk = send.chunk_of(slots)
     most, stages = min(chunk, workspace.net_ring(row_layout).most_rows), 1
     tiles = tiles_of(row_layout.hidden, send, reduce, chunk, most, placed=by_expert)
@@ -348,7 +352,7 @@ def bind_two_combine(
         tiles = tiles._replace(rows_summed=rows)
     ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, chunk)
     return bind_sums(
-        two_combine_kernel, reduce, workspace.memory.world_size + 1, workspace, row_layout, dtype,
-        bias, tiles=tiles, stages=stages, ring=ring, slots_per_row=slots_per_row,
-        by_expert=by_expert, weighted=weighted, picks=picks,
+        two_combine_kernel, grid, reduce, workspace, row_layout, dtype, bias, tiles=tiles,
+        stages=stages, ring=ring, slots_per_row=slots_per_row, by_expert=by_expert,
+        weighted=weighted, picks=picks,
     )  # fmt: skip

@@ -310,7 +310,7 @@ def two_direct_kernel(
             )
             targets = Buffers(rows=rows, scales_at=scales_at, metadata_at=metadata_at)
             for i in range((TASKS + grid.workers - 1) // grid.workers):
-                task = dealt(worker, place_in_round(i, c, TASKS, k), k)
+                task, _ = dealt(worker, place_in_round(i, c, TASKS, k), c, TASKS, k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 todo = _turn(peers, home, routing, payload, targets, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next

@@ -2,7 +2,7 @@
 """Dispatch over two levels: once per (token, node) through the network, then to the ranks of the
 node that need it.
 
-G nodes of P ranks; engine nvlink has one node. Grid ``W C``: W workers per channel
+G nodes of P ranks; engine nvlink has one node. W workers per bundle of channels
 (``kernels/two_scheduler.py``). Tasks of a channel: a network sender and a forwarder
 (``kernels/two_forward.py``) per other node, the rows that stay, a sender per other local rank, a
 receiver per source with another local index, the call barrier (of channel 0). Of one node some
@@ -214,6 +214,7 @@ def two_dispatch_kernel(
     """See the module. ``k`` is a ``DispatchConfig``; :func:`bind_two_dispatch` makes the
     launch."""
     grid: tl.constexpr = k.grid
+    BUNDLES: tl.constexpr = k.channels // grid.bundle
     pid = tl.program_id(0)
     if k.placing.fresh:  # launched before the host knew the counts
         go = tl.load(go_of(plan, k))
@@ -230,7 +231,7 @@ def two_dispatch_kernel(
             if moved & (pid >= 0):
                 first, end = pid * AT_ONCE, num_rows.to(tl.int32) * S
                 source, to = as_words(scales_at, 32), as_words(result.scales, 32)
-                copy_words(source, to, first, end, AT_ONCE, grid.workers * k.channels)
+                copy_words(source, to, first, end, AT_ONCE, grid.workers * BUNDLES)
         pid = tl.where(moved, -1, pid)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     num_rows = num_rows.to(tl.int32)
@@ -240,21 +241,21 @@ def two_dispatch_kernel(
     routing = Routing(
         plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
     )
-    c, worker = pid % k.channels, pid // k.channels
+    bundle, worker = pid % BUNDLES, pid // BUNDLES
     TASKS: tl.constexpr = num_tasks(k.ranks, grid.nodes)
-    ROUND: tl.constexpr = tasks_of_worker(TASKS, grid.workers, grid.senders)
+    ROUND: tl.constexpr = tasks_of_worker(TASKS, k.ranks, grid.workers, grid.senders, grid.bundle)
     if pid >= 0:
-        begin_tasks(state, worker, c, TASKS, k)
+        begin_tasks(state, worker, bundle, TASKS, k)
         if k.padding:
             if worker == grid.workers - 1:
-                zero_padding(routing, num_experts_of(routing, k), result, c, k)
+                zero_padding(routing, num_experts_of(routing, k), result, bundle, BUNDLES, k)
         step, idle, since = worker * 0, worker * 0, now_ns()
         before, left = worker * 0, worker * 0 + 1
         while (left > 0) & (step < OVER):
             left, direct = worker * 0, worker * 0
             for i in range(ROUND):
-                place = place_in_round(i, c, TASKS, k)
-                task = dealt(worker, place, k)
+                place = place_in_round(i, bundle, TASKS, k)
+                task, c = dealt(worker, place, bundle, TASKS, k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows, relayed = _turn(peers, home, local, routing, payload, result, tag, turn, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
@@ -262,10 +263,10 @@ def two_dispatch_kernel(
                 direct += tl.where(relayed > 0, 0, rows)
                 # behind tasks that copy inside the rank: meanwhile what others stored arrives
                 if place == ROUND - 1:
-                    flush_signals(state, worker, c, TASKS, k)
+                    flush_signals(state, worker, bundle, TASKS, k)
             step, idle, since = next_step(state, step, left, before, direct, idle, since)
             before = left
-        flush_signals(state, worker, c, TASKS, k)
+        flush_signals(state, worker, bundle, TASKS, k)
 
 
 # The host's side
@@ -286,11 +287,11 @@ def bind_two_dispatch(
         behind_heaps: a launch before may have moved the rows to heaps.
         placed: flags of a ``Placing``.
     """
-    config, forward = workspace.tuning.dispatch, workspace.tuning.forward
+    tuning, config, forward = workspace.tuning, workspace.tuning.dispatch, workspace.tuning.forward
     tasks = num_tasks(workspace.memory.world_size, workspace.grid.num_nodes)
-    workers = workspace.tuning.workers(config, tasks)
-    senders = workspace.tuning.senders(workers, workspace.grid) if mode is None else 0
-    grid = grid_of(workspace, workers, senders)
+    workers = tuning.workers(config, tasks, tuning.bundle)
+    senders = tuning.senders(workers, workspace.grid) if mode is None else 0
+    grid = grid_of(workspace, workers, senders, tuning.bundle)
     network, slots = network_ring_of(workspace, row_layout), workspace.slots(row_layout)
     ring = RingLayout(workspace.rings_at, workspace.ring_bytes, slots, config.chunk_of(slots))
     placing = placing_of(num_topk, slots_per_row, **placed)
@@ -306,4 +307,4 @@ def bind_two_dispatch(
         at_once=grid.ranks_per_node > 1 and row_layout.bits == 32 and not placing.by_expert,
         behind_heaps=behind_heaps,
     )  # fmt: skip
-    return workspace.bind(two_dispatch_kernel, workers * k.channels, config, k)
+    return workspace.bind(two_dispatch_kernel, workers * k.channels // grid.bundle, config, k)

@@ -32,7 +32,7 @@ from tokenyard.kernels.combine import Sums, Tiles, sums_in
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
-from tokenyard.kernels.structs import Hop, Peers, Routing, Turn
+from tokenyard.kernels.structs import Hop, Peers, Routing, Turn, grid_of
 from tokenyard.kernels.sync import (
     RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
     look_at_all, now_ns, words,
@@ -197,11 +197,12 @@ def _flush_signals(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr)
     G: tl.constexpr = k.grid.nodes
     P: tl.constexpr = k.grid.ranks_per_node
     EACH: tl.constexpr = deferred_words(P)
-    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
+    ROUND: tl.constexpr = tasks_of_worker(tasks, R, k.grid.workers, 0, 1)
     N: tl.constexpr = max(triton.next_power_of_2(ROUND * EACH), k.rank_bins)
     state, home = peers.state, peers.rank // P
     e = tl.arange(0, 2 * N)  # tasks, then nodes, as N + R + node
-    task, r = dealt(worker, e // EACH, k), e - N
+    task, _ = dealt(worker, e // EACH, channel, tasks, k)
+    r = e - N
     of_task = (e // EACH < ROUND) & (task < tasks) & (r < 0)
     of_node = (r >= R) & (r < R + G) & (r != R + home) & (worker == 0) & k.grid.mapped
     deferred = deferred_of(state, task, channel, e % EACH, k)
@@ -272,8 +273,8 @@ def two_pull_kernel(
                 short = tl.where(ready, 0, 1)  # as in two_direct.py
                 left += short
                 direct += short
-            for i in range(tasks_of_worker(TASKS, k.grid.workers, k.grid.senders)):
-                task = dealt(worker, place_in_round(i, c, TASKS, k), k)
+            for i in range(tasks_of_worker(TASKS, k.ranks, k.grid.workers, 0, 1)):
+                task, _ = dealt(worker, place_in_round(i, c, TASKS, k), c, TASKS, k)
                 turn = Turn(channel=c, task=task, done=done_in(state, task, c, k), step=step)
                 rows = _turn(peers, home, routing, starts, sums, tag, turn, ready, k)
                 tl.debug_barrier()  # what the turn has noted, it reads in the next
@@ -298,8 +299,9 @@ def bind_two_pull(
     most = config.rows_of(block, min(ring.chunk, ring.most_rows))
     row_bytes = block * token_bytes(workspace, dtype, bias)
     rows, stages = config.staged(most, row_bytes, workspace.shared_for(config))
+    workers = workspace.tuning.workers(config, workspace.grid.num_nodes + 1)
     tiles = Tiles(rows, block, rows, block)
     return bind_sums(
-        two_pull_kernel, config, workspace.grid.num_nodes + 1, workspace, row_layout, dtype, bias,
+        two_pull_kernel, grid_of(workspace, workers), config, workspace, row_layout, dtype, bias,
         tiles=tiles, stages=stages,
     )  # fmt: skip

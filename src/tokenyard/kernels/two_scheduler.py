@@ -2,10 +2,12 @@
 """How programs of the two-level engine share work: by turns, none of which waits.
 
 A channel's work is a row of *tasks*: to send to one rank, to forward from one node, and so on. W
-programs of a channel, its workers, have them dealt among them. A worker goes round its tasks; in
-each turn a task does what is possible at once, a chunk at most, and notes how far it is
-(``done_in``), then the next has its turn. So a worker is busy as long as any of its tasks can go
-on, whatever tasks take, and the number of programs is free of the number of ranks.
+programs of a *bundle* of channels (mostly of one), its workers, have their tasks dealt among them.
+A worker goes round its tasks; in each turn a task does what is possible at once, a chunk at most,
+and notes how far it is (``done_in``), then the next has its turn. So a worker is busy as long as
+any of its tasks can go on, whatever tasks take, and the number of programs is free of the number of
+ranks. Example: two ranks, so six tasks of a bundle of two channels in combine: the first worker
+sums those of channel 0, the second those of channel 1, the third sends of both.
 
 Who publishes what: a turn stores and reads, and notes what it *defers* to counters
 (:func:`defer_signal`); the worker adds all of it once per round, and once behind the last one
@@ -42,45 +44,52 @@ rows; then any."""
 
 
 @triton.constexpr_function
-def tasks_of_worker(tasks: int, workers: int, senders: int) -> int:
-    """Tasks of the worker that has most: a round. With ``senders``, half of the tasks are theirs
-    (:func:`dealt`)."""
-    fewest = min(senders, workers - senders)
-    return -(-tasks // 2 // fewest) if senders else -(-tasks // workers)
+def tasks_of_worker(tasks: int, ranks: int, workers: int, senders: int, bundle: int) -> int:
+    """Tasks of the worker that has most: a round. With ``senders``, sends and the call barrier are
+    theirs (:func:`dealt`)."""
+    if not senders:
+        return -(-tasks * bundle // workers)
+    sends, others = (ranks - 1) * bundle + 1, (tasks - ranks) * bundle
+    return max(-(-sends // senders), -(-others // (workers - senders)))
 
 
 @triton.jit
-def place_in_round(turn, channel, tasks: tl.constexpr, k: tl.constexpr):
-    """Which of its tasks a worker comes to in a turn. Channel 0 begins with the last place, where
-    the call barrier is.
+def place_in_round(turn, bundle, tasks: tl.constexpr, k: tl.constexpr):
+    """Which of its tasks a worker comes to in a turn. Bundle 0 begins with the last place, where
+    the call barrier is, unless there are more places than its worker has tasks.
 
-    Each channel begins a round elsewhere: if all were at the same kind of task at once, links would
+    Each bundle begins a round elsewhere: if all were at the same kind of task at once, links would
     be idle while rows are copied inside ranks, and too narrow while they are stored to others.
     """
-    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
-    return (turn + channel + ROUND - 1) % ROUND
+    grid: tl.constexpr = k.grid
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.ranks, grid.workers, grid.senders, grid.bundle)
+    return (turn + bundle + ROUND - 1) % ROUND
 
 
 @triton.jit
-def dealt(worker, i, k: tl.constexpr):
-    """A worker's ``i``-th task. Heavy tasks come first; who has the heaviest of one place has the
-    lightest of the next.
+def dealt(worker, i, bundle, tasks: tl.constexpr, k: tl.constexpr):
+    """A worker's ``i``-th task, and its channel, of those of a bundle. Heavy tasks come first; who
+    has the heaviest of one place has the lightest of the next. A task ``tasks`` is none.
 
-    With ``senders``, of a dispatch inside one node, these workers have the sends and the call
-    barrier, the others have the rows of this rank and what is received. A store to another GPU
+    With ``senders``, inside one node, these workers have the sends and the call barrier, the others
+    have the rows of this rank (or sums) and what is received. A store to another GPU
     waits while the link is full, and so does every other access of its multiprocessor: programs
     that do both take as long as both together.
     """
     W: tl.constexpr = k.grid.workers
     S: tl.constexpr = k.grid.senders
-    task = i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
-    if S:  # tasks of one node: own rows, P - 1 sends, P - 1 receives, the call barrier
+    B: tl.constexpr = k.grid.bundle
+    at = i * W + tl.where(i % 2 == 0, worker, W - 1 - worker)
+    if S:  # tasks of one node: own rows or sums, P - 1 sends, receives, the call barrier
         P: tl.constexpr = k.ranks
+        SENDS: tl.constexpr = (P - 1) * B
+        OTHERS: tl.constexpr = (tasks - P) * B
+        LAST: tl.constexpr = (tasks - 1) * B
         sent, taken = worker + i * S, worker - S + i * (W - S)
-        send = tl.where(sent < P - 1, sent + 1, tl.where(sent == P - 1, 2 * P - 1, 2 * P))
-        take = tl.where(taken == 0, 0, tl.where(taken < P, P - 1 + taken, 2 * P))
-        task = tl.where(worker < S, send, take)
-    return task
+        send = tl.where(sent < SENDS, sent + B, tl.where(sent == SENDS, LAST, LAST + B))
+        take = tl.where(taken < B, taken, tl.where(taken < OTHERS, SENDS + taken, LAST + B))
+        at = tl.where(worker < S, send, take)
+    return at // B, bundle * B + at % B
 
 
 @triton.jit
@@ -106,13 +115,14 @@ def defer_signal(state, turn, q, counter, count, mask, k: tl.constexpr):
 
 
 @triton.jit
-def flush_signals(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
+def flush_signals(state, worker, bundle, tasks: tl.constexpr, k: tl.constexpr):
     """Add what this worker's tasks defer (release): behind all that it has stored and read so
     far."""
-    EACH: tl.constexpr = deferred_words(k.grid.ranks_per_node)
-    ROUND: tl.constexpr = tasks_of_worker(tasks, k.grid.workers, k.grid.senders)
+    grid: tl.constexpr = k.grid
+    EACH: tl.constexpr = deferred_words(grid.ranks_per_node)
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.ranks, grid.workers, grid.senders, grid.bundle)
     e = tl.arange(0, triton.next_power_of_2(ROUND * EACH))
-    task = dealt(worker, e // EACH, k)
+    task, channel = dealt(worker, e // EACH, bundle, tasks, k)
     at = deferred_of(state, task, channel, e % EACH, k)
     count = tl.load(at + 1, mask=(e // EACH < ROUND) & (task < tasks), other=0)
     if tl.max(count) > 0:
@@ -138,10 +148,12 @@ def note_lack(state, turn, phase, source, lacks, k: tl.constexpr):
 
 
 @triton.jit
-def begin_tasks(state, worker, channel, tasks: tl.constexpr, k: tl.constexpr):
+def begin_tasks(state, worker, bundle, tasks: tl.constexpr, k: tl.constexpr):
     """This worker's tasks are at their beginning."""
-    for turn in range(tasks_of_worker(tasks, k.grid.workers, k.grid.senders)):
-        task = dealt(worker, turn + 0, k)
+    grid: tl.constexpr = k.grid
+    ROUND: tl.constexpr = tasks_of_worker(tasks, k.ranks, grid.workers, grid.senders, grid.bundle)
+    for turn in range(ROUND):
+        task, channel = dealt(worker, turn + 0, bundle, tasks, k)
         if task < tasks:
             tl.store(done_in(state, task, channel, k), tl.full((), 0, tl.int64))
     tl.debug_barrier()

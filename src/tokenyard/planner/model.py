@@ -76,7 +76,7 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
     A combine without rings: its programs read and store rows that go back, read all rows of a
     token, and store results. In place, every writer also writes the rows that stay here. Nothing
     fills a pipeline. Through rings a reducer's work is results, as it loads the rows of all ranks
-    at once.
+    at once; senders store as those of a dispatch do, and each side waits for the other at times.
     """
     if call == "dispatch" and goes_to_heap(work, moved, sizes):
         terms = nvlink_call("in_place", work, moved, sizes, rates)
@@ -90,12 +90,11 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         "in_place": (sizes.writers, sent + own, 0),
         "combine": (sizes.writers, 3 * sent + own + results, 0),
     }[call]
+    busy = _busy(num_bytes, programs, rate.program_gbs)
     if call == "combine" and sent > sizes.receive_bytes:
-        rate = replace(rate, program_gbs=rates.results_gbs)
-        programs, num_bytes, chunk = sizes.reducers, results, ring.back_chunk
-    busy = 0.0
-    if rate.program_gbs is not None and num_bytes:
-        busy = num_bytes / (programs * rate.program_gbs * US)
+        summing = _busy(results, sizes.reducers, rates.results_gbs)
+        sending = _busy(sent, sizes.senders, rates.dispatch.program_gbs)
+        busy, chunk = math.hypot(summing, sending), ring.back_chunk
     left = _last_chunks(moved.nvlink.busiest, ring, chunk, work.gpus_per_node)
     return Terms(
         nvlink=sent / (rate.link_gbs * US),
@@ -104,6 +103,11 @@ def nvlink_call(call: str, work: Workload, moved: Traffic, sizes: Sizes, rates: 
         fill=left * row_bytes / (rates.copy_gbs * US),
         power=2 if chunk else 6,
     )
+
+
+def _busy(num_bytes: float, programs: int, program_gbs: float | None) -> float:
+    """How long programs take (us); 0 where they are not known to take any time."""
+    return 0.0 if program_gbs is None else num_bytes / (programs * program_gbs * US)
 
 
 def goes_to_heap(work: Workload, moved: Traffic, sizes: Sizes) -> bool:

@@ -69,7 +69,8 @@ def nvlink_sizes(workload: Workload) -> Sizes:
     tuning = peer_tuning(sms, grid, all_sms=all_sms, channels=channels)
     ring = _ring("NVLink", ranks * tuning.channels, workload.buffer_bytes, workload, tuning)
     programs = _programs(tuning, grid)
-    senders = tuning.channels * tuning.senders(programs // tuning.channels, grid)
+    bundles = tuning.channels // tuning.bundle
+    senders = bundles * tuning.senders(programs // bundles, grid)
     return Sizes(
         channels=tuning.channels,
         # else, of 2 R - 1 tasks that move rows, R - 1 send
@@ -87,9 +88,10 @@ def nvlink_sizes(workload: Workload) -> Sizes:
 
 
 def _programs(tuning: Tuning, grid: Topology) -> int:
-    return tuning.channels * tuning.workers(
-        tuning.dispatch, num_tasks(grid.world_size, grid.num_nodes)
-    )
+    """Of a dispatch through rings."""
+    tasks = num_tasks(grid.world_size, grid.num_nodes)
+    workers = tuning.workers(tuning.dispatch, tasks, tuning.bundle)
+    return tuning.channels // tuning.bundle * workers
 
 
 def twolevel_sizes(workload: Workload) -> Sizes:
