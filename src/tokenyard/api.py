@@ -30,6 +30,7 @@ from tokenyard.topology import Topology, check_topology, node_numbers, settle_to
 from tokenyard.types import Layout, Quantize, Quantized
 
 _log = logging.getLogger("tokenyard")
+_MOST_SAID = 200  # characters of an error that other ranks are told
 
 BESIDE_COLLECTIVES = 32
 """A ``spare_sms`` for calls that overlap with NCCL's (``docs/reference/protocols.md``, Limits)."""
@@ -171,7 +172,7 @@ class ExpertParallel(Recoverable):
         Args:
             x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``.
             topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 = none.
-            topk_weights: ``[T, K]`` float, rides along as float32.
+            topk_weights: ``[T, K]`` bf16, fp16 or fp32, rides along as float32.
             handle: repeat the routing (and layout) of an earlier dispatch; then leave out
                 everything that describes routing.
             layout: ``Layout.FLAT`` by default.
@@ -179,7 +180,8 @@ class ExpertParallel(Recoverable):
             expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
             capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
             quantize: cast plain rows in the send.
-            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes.
+            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes. Do
+                not change arguments before.
                 Engine low_latency makes one launch that sends now and one that receives in the
                 hook, both in the current stream.
             options: of engine low_latency.
@@ -317,7 +319,7 @@ class ExpertParallel(Recoverable):
         such rows end as with a dispatch in place.
         """
         try:
-            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
+            known = self._validation.handle(handle)
             checks.check_row_dtype(dtype)
             if in_place:
                 self._validation.combine_in_place(known, None, (), dtype)
@@ -385,5 +387,9 @@ class ExpertParallel(Recoverable):
         self._calls.check_open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None or self._calls.failure is not None:  # of which the others know
+            self.close()
+        else:
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_SAID]
+            self._calls.close(why=f"had left the with block of its ExpertParallel by {said}")

@@ -26,9 +26,13 @@ from tokenyard.rows import Payload
 from tokenyard.types import Layout, Quantize
 
 _PLAN = len(Plan._fields)
-_HINT = (
+_TANGENTS = (
     " (this call moves tangents: inside forward_ad.dual_level() all calls do, of ranks whose "
     "tensors have none too, so every rank has to enter it)"
+)
+_BACKWARD = (
+    " (this is a backward: all ranks run the same ones in the same order, so requires_grad of x, "
+    "rows and weights must be equal on all of them, of empty batches too)"
 )
 
 
@@ -127,14 +131,17 @@ def _is_tracked(call: Call, *tensors: Tensor | None) -> bool:
 
 
 class _Hinted:
-    """Says in the error of a lost or disagreeing peer that tangents were moved."""
+    """Adds to the error of a lost or disagreeing peer what kind of call it was."""
+
+    def __init__(self, hint: str) -> None:
+        self._hint = hint
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, (Mismatch, PeerTimeout)):
             hinted = afresh(error)
-            hinted.args = (f"{error}{_HINT}",)
+            hinted.args = (f"{error}{self._hint}",)
             raise hinted from None
 
 
@@ -170,14 +177,16 @@ class _Dispatch(Function):
         rows, weights = grads
         rows = rows if ctx.needs_input_grad[0] and ctx.plain else None
         weights = weights if ctx.needs_input_grad[3] else None
-        grad_x, grad_weights = gradients.of_dispatch(call, rows, weights, ids[0] if ids else None)
+        with _Hinted(_BACKWARD):
+            found = gradients.of_dispatch(call, rows, weights, ids[0] if ids else None)
+        grad_x, grad_weights = found
         return grad_x, None, None, grad_weights, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, Tensor | None]:
         x, _, _, weights, _ = tangents
         call: Call = ctx.call
-        with _Hinted():
+        with _Hinted(_TANGENTS):
             rows = call.redispatch(_solid(x), raw=False) if ctx.plain else None
             if weights is None:
                 return rows, None
@@ -231,11 +240,12 @@ class _Redispatch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, _ = recall(ctx)
-        return call.combine(grads[0], raw=call.raw)[0], None, None
+        with _Hinted(_BACKWARD):
+            return call.combine(grads[0], raw=call.raw)[0], None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        with _Hinted():
+        with _Hinted(_TANGENTS):
             return ctx.call.redispatch(_solid(tangents[0]), raw=ctx.call.raw)
 
 
@@ -290,11 +300,12 @@ class _Combine(Function):
         grad, grad_reduced = grads
         needs = ctx.needs_input_grad
         grad_rows = grad_weights = grad_reduce = None
-        if needs[0] or needs[1]:
-            pair = (weighting[0], weighting[1]) if weighting else None
-            grad_rows, grad_weights = gradients.of_combine(call, grad, pair, call.raw)
-        if needs[2]:
-            grad_reduce = call.redispatch(grad_reduced, raw=True)
+        with _Hinted(_BACKWARD):
+            if needs[0] or needs[1]:
+                pair = (weighting[0], weighting[1]) if weighting else None
+                grad_rows, grad_weights = gradients.of_combine(call, grad, pair, call.raw)
+            if needs[2]:
+                grad_reduce = call.redispatch(grad_reduced, raw=True)
         bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
         return (grad_rows, grad_weights, grad_reduce, None, *bias)
 
@@ -312,7 +323,7 @@ class _Combine(Function):
         reduce = None if reduce_weights is None else _solid(reduce_weights)
         terms = tuple(_solid(term) for term in bias)
         again = Call(call.calls, call.spec, plan=call.plan, raw=call.raw)
-        with _Hinted():
+        with _Hinted(_TANGENTS):
             return combine(again, rows, None, reduce, terms)
 
 

@@ -291,6 +291,7 @@ class Calls(Guard):
         padded = spec.layout is Layout.EXPERT_PADDED
         handle = Handle(
             owner=self.number,
+            rank=self.config.rank,
             spec=spec,
             num_tokens=ids.shape[0],
             num_rows=self._padded_rows if padded else received.x.shape[0],

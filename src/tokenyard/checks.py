@@ -230,7 +230,7 @@ def check_picks(
     _dense("topk_idx", topk_idx, shape, INDEX_DTYPES, device)
     if topk_weights is None:
         return None
-    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device)
+    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device, ": give .float()")
     return topk_weights.float()
 
 
@@ -293,17 +293,16 @@ def check_row_dtype(dtype: Any) -> None:
         )
 
 
-def check_handle(handle: Any, owner: int, earlier: Collection[int] = ()) -> Handle:
-    """A handle of this very object, which had ``earlier`` numbers before it recovered."""
+def check_handle(handle: Any, owner: int, rank: int, earlier: Collection[int] = ()) -> Handle:
+    """A handle of this object on this rank; it had ``earlier`` numbers before it recovered."""
     if not isinstance(handle, Handle):
         raise ValueError(f"handle must be the .handle of a dispatch, not {type(handle).__name__}")
     if handle.owner in earlier:
+        raise ValueError("this handle is from before recover(): its rows are gone, dispatch again")
+    whose = "another ExpertParallel" if handle.owner != owner else f"rank {handle.rank}"
+    if (handle.owner, handle.rank) != (owner, rank):
         raise ValueError(
-            "this handle is from before recover(), of ranks and rows that are gone: dispatch again"
-        )
-    if handle.owner != owner:
-        raise ValueError(
-            "this handle belongs to another ExpertParallel: combine with the object that dispatched"
+            f"this handle belongs to {whose}: combine with the object that dispatched, on its rank"
         )
     return handle
 
@@ -368,7 +367,7 @@ def check_weighting(
     if topk_weights is None:
         return None
     shape = _Shape("[T, K]", (handle.num_tokens, config.num_topk), "tokens dispatched, num_topk")
-    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device)
+    _dense("topk_weights", topk_weights, shape, FLOAT_DTYPES, device, ": give .float()")
     return topk_weights.float()
 
 

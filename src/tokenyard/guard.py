@@ -13,6 +13,7 @@ from tokenyard import forks, transforms
 from tokenyard.call_queue import CallQueue
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine, LowLatency
+from tokenyard.engines.failures import IN_ORDER
 from tokenyard.errors import NotSupported, PeerTimeout, afresh, is_from_outside
 from tokenyard.header import OPS
 
@@ -76,14 +77,15 @@ class Guard:
             self.check_open()
         self.make("check(), after call", self.engine.check)
 
-    def close(self, gone: str = "is closed") -> None:
-        """Finish what was started and let go of the engine. ``gone``: why, for later calls."""
+    def close(self, gone: str = "is closed", why: str = IN_ORDER) -> None:
+        """Finish what was started and let go of the engine. ``gone``: why, for later calls;
+        ``why``: for other ranks."""
         if not self.closed:
             over, self.gone, self.closed = self.failure is not None, gone, True
             try:
                 self.wait(partial(self.queue.close, wait=not over))
             finally:
-                self.engine.close()
+                self.engine.close(why)
 
     def disown(self, why: str) -> None:
         """In a forked child (``forks.py``)."""

@@ -79,6 +79,7 @@ class Handle:
     """
 
     owner: int
+    rank: int
     spec: Spec
     num_tokens: int
     num_rows: int

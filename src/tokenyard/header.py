@@ -84,8 +84,11 @@ def fingerprint_of(kind: CallKind, call: int = 0, routing: int = 0) -> Fingerpri
     )
 
 
+_BACKWARDS = {
+    CACHED: " (or the backward of a combine)", COMBINE: " (or the backward of a dispatch)"
+}  # fmt: skip
 _SHOWN: dict[str, Callable[[int], object]] = {
-    "op": OPS.__getitem__,
+    "op": lambda value: OPS[value] + _BACKWARDS.get(value, ""),
     "call": "#{}".format,
     "dtype": DTYPES.__getitem__,
     "scale_dtype": DTYPES.__getitem__,

@@ -39,6 +39,11 @@ class Validation:
         self._config: Config = calls.config
         self._good: dict[Any, Spec] = {}
 
+    def handle(self, handle: Any) -> Handle:
+        """A handle of this object, on this rank."""
+        calls = self._calls
+        return checks.check_handle(handle, calls.number, self._config.rank, calls.earlier)
+
     def dispatch(
         self,
         x: Any,
@@ -55,7 +60,7 @@ class Validation:
         layout, exact, expert_alignment, capacity = shape
         config, facts, known, weights = self._config, None, None, None
         if handle is not None:
-            known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
+            known = self.handle(handle)
         if in_place is False and options is None:
             tokens = None if known is None else known.num_tokens
             facts, spec = self._known((x, topk_idx, topk_weights), (*shape, quantize, tokens))
@@ -140,7 +145,7 @@ class Validation:
         """``weighting``: weighted, topk_weights and reduce_weights."""
         weighted, topk_weights, reduce_weights = weighting
         check_flag("in_place", in_place)
-        known = checks.check_handle(handle, self._calls.number, self._calls.earlier)
+        known = self.handle(handle)
         facts = None
         if not in_place and topk_weights is reduce_weights is bias is out is options is None:
             like = known.plan.returns.device, known.spec.layout, known.num_rows, known.has_weights

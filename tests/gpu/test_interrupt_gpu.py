@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cuda_streams import Machine
 from tokenyard.calls import Calls
-from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.failures import IN_ORDER, FailureReports
 from tokenyard.engines.group_transport import GroupTransport
 from tokenyard.engines.status import Begun, StatusMonitor
 from tokenyard.errors import PeerLost
@@ -81,7 +81,7 @@ def test_ctrl_c_while_the_host_waits_for_counts(machine: Machine) -> None:
         calls_begun=3,
         decoder=None,
         interrupt=monitor.interrupt,
-        close=lambda: made.append(1),
+        close=lambda _: made.append(1),
     )
     config: Any = SimpleNamespace(rank=0, world_size=2, num_local_experts=1, padded_rows=1)
     calls = Calls(config, engine, torch.device("cpu"))
@@ -146,6 +146,22 @@ def test_ctrl_c_over_the_group(machine: Machine, monkeypatch: pytest.MonkeyPatch
     wires[0].interrupt("rank 0 was interrupted in dispatch #3")
     with pytest.raises(PeerLost, match="rank 0 was interrupted in dispatch #3"):
         wires[1]._wait(lambda: False, "dispatch #3")
+
+
+def test_an_error_inside_the_with_block_over_the_group(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives do not end by themselves: who waits in one hears why the other has left. A close
+    in order ends nobody's wait.
+    """
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    for why, ends in ((IN_ORDER, False), ("had left the with block by KeyError: 5", True)):
+        store = dist.HashStore()
+        reports = [FailureReports(store, rank, PATIENT) for rank in range(2)]
+        GroupTransport(cast("Any", None), GPU, "nccl", reports[0]).close(why)
+        found = reports[1].first()
+        assert (found is not None and found.text == f"rank 0 {why}") == ends
 
 
 def test_what_is_closed_while_kernels_run_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

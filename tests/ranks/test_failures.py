@@ -330,6 +330,26 @@ def test_a_rank_that_closed_in_order_has_not_crashed(ranks: Ranks) -> None:
 
 
 @distributed_test(world_size=3)
+def test_an_error_inside_the_with_block(ranks: Ranks) -> None:
+    """Of one rank, between two calls: the others learn it, in its first words."""
+    inputs, error = Inputs.of(ranks), None
+    try:
+        with make(ranks) as ep:
+            recv = ep.dispatch(inputs.x, inputs.topk_idx)
+            if ranks.rank == FAILED_RANK:
+                raise KeyError("no such\nexpert" + 1000 * "!")
+            ep.combine(recv.x, recv.handle)
+    except (KeyError, ty.PeerTimeout) as caught:
+        error = caught
+    meet(ranks)
+    if ranks.rank != FAILED_RANK:
+        said = f"rank {FAILED_RANK} had left the with block of its ExpertParallel by KeyError: 'no"
+        check(error, ty.PeerLost, said)
+        assert isinstance(error, ty.PeerLost) and error.rank == FAILED_RANK
+        assert len(str(error)) < 600
+
+
+@distributed_test(world_size=3)
 def test_a_rank_that_raises_inside_a_call(ranks: Ranks) -> None:
     """Say, out of memory after the counts went out: its own error on this rank, the timeout's on
     the others.

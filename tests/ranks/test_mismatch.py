@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard as ty
 from bad_input import SIZES, Inputs, anyone, assert_works, check, complaint, error_of, make, meet
@@ -281,6 +282,41 @@ def test_handles_of_different_dispatches(ranks: Ranks, what: str, second: str) -
         assert_works(ranks, ep)
 
 
+@distributed_test(world_size=2)
+def test_a_backward_on_one_rank_alone(ranks: Ranks) -> None:
+    """Rank 1's rows need no gradient, so its next dispatch meets rank 0's backward of a combine,
+    which says what to look at.
+    """
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        recv = ep.dispatch(inputs.x, inputs.topk_idx)
+        rows = recv.x.detach().requires_grad_(ranks.rank == 0)
+        y = ep.combine(rows, recv.handle)
+        if ranks.rank == 0:
+            error, hint = error_of(lambda: y.sum().backward()), "this is a backward"
+        else:
+            error, hint = error_of(lambda: ep.dispatch(inputs.x, inputs.topk_idx)), ""
+        meet(ranks)
+        said = "rank 0 says cached dispatch (or the backward of a combine), rank 1 says dispatch"
+        check(error, ty.Mismatch, said, hint)
+        assert_works(ranks, ep)
+
+
+@distributed_test(world_size=2)
+def test_a_handle_of_another_rank(ranks: Ranks) -> None:
+    """Objects have the same numbers on all ranks, and handles can be pickled."""
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        recv = ep.dispatch(inputs.x, inputs.topk_idx)
+        sent: list[Any] = [recv.handle]
+        dist.broadcast_object_list(sent, 0, group=ranks.group)
+        error = error_of(lambda: ep.combine(recv.x, sent[0]))
+        meet(ranks)
+        why = "this handle belongs to rank 0: combine with the object that dispatched, on its rank"
+        check(error, ValueError if ranks.rank == 1 else ty.PeerError, why)
+        assert_works(ranks, ep)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "async"])
 @distributed_test(world_size=3)
 def test_one_rank_is_one_call_ahead(ranks: Ranks, asynchronous: bool) -> None:
@@ -296,7 +332,11 @@ def test_one_rank_is_one_call_ahead(ranks: Ranks, asynchronous: bool) -> None:
         else:
             error = error_of(lambda: ep.combine(recv.x, recv.handle, async_op=asynchronous))
         meet(ranks)
-        check(error, ty.Mismatch, "rank 0 says combine, rank 1 says dispatch")
+        check(
+            error,
+            ty.Mismatch,
+            "rank 0 says combine (or the backward of a dispatch), rank 1 says dispatch",
+        )
         assert_works(ranks, ep)
 
 

@@ -148,6 +148,7 @@ class RankRun:
         )
         handle = Handle(
             owner=0,
+            rank=self.rank,
             spec=spec,
             num_tokens=len(idx),
             num_rows=rows.x.shape[0],

@@ -192,6 +192,7 @@ class RankRun:
     ) -> ty.Received:
         handle = Handle(
             owner=0,
+            rank=self.rank,
             spec=spec_of(case),
             num_tokens=len(case.picks[self.rank][0]),
             num_rows=rows.x.shape[0],

@@ -337,7 +337,7 @@ class Losing:
 
     combine = redispatch = dispatch
 
-    def close(self) -> None: ...
+    def close(self, why: str) -> None: ...
 
 
 def test_calls_queued_behind_a_lost_peer_are_not_made() -> None:

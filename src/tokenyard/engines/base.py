@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.engines.failures import Report
+from tokenyard.engines.failures import IN_ORDER, Report
 from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
@@ -168,8 +168,8 @@ class Engine(Protocol):
         more. PeerTimeout: it does not end."""
         ...
 
-    def close(self) -> None:
-        """Let go of everything held."""
+    def close(self, why: str = IN_ORDER) -> None:
+        """Let go of everything held. ``why``: what other ranks are told."""
         ...
 
 

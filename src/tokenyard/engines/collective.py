@@ -22,6 +22,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.agreement import Agreement
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
+from tokenyard.engines.failures import IN_ORDER
 from tokenyard.engines.hierarchy import Hierarchy, Hop
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.engines.receive_plan import (
@@ -150,8 +151,8 @@ class CollectiveEngine(Agreement):
     def interrupt(self, text: str) -> None:
         self._transport.interrupt(text)
 
-    def close(self) -> None:
-        self._transport.close()
+    def close(self, why: str = IN_ORDER) -> None:
+        self._transport.close(why)
         self._rows.close()
 
     def route_shapes(

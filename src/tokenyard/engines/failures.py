@@ -32,6 +32,8 @@ ADVICE = (
 )
 """What to do about a silent rank."""
 
+IN_ORDER = "had closed its ExpertParallel: every rank makes all calls before it closes"
+
 _TOKEN, _OBJECTS = secrets.token_hex(6), count()
 
 _T = TypeVar("_T")
@@ -114,10 +116,9 @@ class FailureReports:
         """In which call of another object (``here``: this one) ``peer`` waits; "" if unknown."""
         return self._ask(lambda: self._where(peer, here), "", self._grace)
 
-    def close(self) -> None:
-        """Tell the others of a close in order, unless this rank has reported a failure."""
+    def close(self, why: str = IN_ORDER) -> None:
+        """Tell the others ``why`` this rank closes, unless it has reported a failure."""
         key, rank = f"failure/{self._rank}", self._rank
-        why = "had closed its ExpertParallel: every rank makes all calls before it closes"
         text = f"{rank} rank {rank} {why}"
         self._ask(lambda: self._store.compare_set(key, "", text), b"", self._grace)
         if self._aside is not None:

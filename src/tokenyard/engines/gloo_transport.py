@@ -306,9 +306,9 @@ class GlooTransport:
     def failure(self) -> Report | None:
         return self._failures.first() if self._peers else None
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         if self._mesh is not None:
-            self._failures.close()  # first: whoever loses the connection asks why
+            self._failures.close(why)  # first: whoever loses the connection asks why
         self._mesh = None
         self._aside.close()
 

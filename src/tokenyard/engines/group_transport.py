@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.failures import LOOK, FailureReports, Report
+from tokenyard.engines.failures import IN_ORDER, LOOK, FailureReports, Report
 from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, ended_from_outside
 from tokenyard.memory.kernel_launch import wait_until
@@ -85,5 +85,7 @@ class GroupTransport:
         dist.all_to_all_single(recv.view(-1), send.view(-1), come, go, group=self.group)
         return lambda: None
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
+        if why != IN_ORDER:  # others wait in collectives, which do not end by themselves
+            self.interrupt(f"rank {self.rank} {why}")
         self.group = None

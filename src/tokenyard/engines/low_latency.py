@@ -19,6 +19,7 @@ from tokenyard import header as head
 from tokenyard.arguments import whole
 from tokenyard.config import Config
 from tokenyard.engines.base import CombineArguments, DispatchArguments, Engine
+from tokenyard.engines.failures import IN_ORDER
 from tokenyard.engines.known import LOW_LATENCY
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_signatures import Launch, Signatures
@@ -312,7 +313,8 @@ class LowLatencyEngine(Engine):
             return Source("counts", rank, 1)
         return Source("rows", rank, self._workspace.tuning.programs)
 
-    def close(self) -> None:
+    def close(self, why: str = IN_ORDER) -> None:
+        del why  # nobody is told
         self._waits.close()
         self._memory.close()
         del self._workspace.region

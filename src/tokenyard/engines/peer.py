@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
-from tokenyard.engines.failures import FailureReports, Report
+from tokenyard.engines.failures import IN_ORDER, FailureReports, Report
 from tokenyard.engines.growing import GrowingRegion
 from tokenyard.engines.in_place import InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
@@ -171,8 +171,8 @@ class PeerEngine(Engine):
         # what other ranks still write to lasts as long as they map it
         self._let_go("this view of symmetric memory ended with recover()")
 
-    def close(self) -> None:
-        self._monitor.close()
+    def close(self, why: str = IN_ORDER) -> None:
+        self._monitor.close(why)
         self._let_go("this view of symmetric memory is gone: its ExpertParallel is closed")
 
     def _let_go(self, why: str) -> None:

@@ -252,9 +252,9 @@ class StatusMonitor:
         finally:
             self._stop()
 
-    def close(self) -> None:
-        """This rank closes its object in order: the others are told."""
-        self._failures.close()
+    def close(self, why: str) -> None:
+        """This rank closes its object: the others are told ``why``."""
+        self._failures.close(why)
 
     def _stop(self) -> None:
         """Tell kernels of this rank that one of them has given up, so that nobody waits for their
