@@ -152,7 +152,7 @@ def test_shared_memory_suffices(real: Facts) -> None:
     """
 
     def fits(name: str, each: dict[str, Any]) -> bool:
-        programs = -(-each["grid"] // int(name.split("@")[1]))
+        programs = -(-each["grid"] // int(name.split("@")[1].split()[0]))
         return programs * (each["shared"] + 1024) <= 227 << 10 and programs <= each["fit"]
 
     assert not wrong(real, fits)
