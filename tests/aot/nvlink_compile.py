@@ -83,11 +83,11 @@ Launch = dict[str, Any]
 class Recorder:
     """Memory of rank 0 on which nothing runs."""
 
-    rank, num_sms, device = 0, SMS, torch.device("cpu")
+    rank, world_size, num_sms, device = 0, RANKS, SMS, torch.device("cpu")
     early, shared_gpu, ranks_per_node = True, False, 0
 
-    def __init__(self, ranks: int = RANKS) -> None:
-        self.world_size, self.label = ranks, ""
+    def __init__(self, ranks: int | None = None) -> None:
+        self.world_size, self.label = ranks or self.world_size, ""
         self.launches: dict[str, Launch] = {}
         self._kept: list[Tensor] = []
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.failures import ADVICE, FailureReports, Report
+from tokenyard.engines.failures import ADVICE, IN_ORDER, FailureReports, Report
 from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
 from tokenyard.memory.aside import SLICE, Aside, Begun
@@ -306,7 +306,7 @@ class GlooTransport:
     def failure(self) -> Report | None:
         return self._failures.first() if self._peers else None
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = IN_ORDER) -> None:
         if self._mesh is not None:
             self._failures.close(why)  # first: whoever loses the connection asks why
         self._mesh = None

@@ -85,7 +85,7 @@ class GroupTransport:
         dist.all_to_all_single(recv.view(-1), send.view(-1), come, go, group=self.group)
         return lambda: None
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = IN_ORDER) -> None:
         if why != IN_ORDER:  # others wait in collectives, which do not end by themselves
             self.interrupt(f"rank {self.rank} {why}")
         self.group = None

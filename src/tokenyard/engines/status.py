@@ -13,7 +13,7 @@ import torch
 from tokenyard import header as head
 from tokenyard.arguments import MOST_PICKS
 from tokenyard.config import Config
-from tokenyard.engines.failures import ADVICE, LOOK, FailureReports, Report
+from tokenyard.engines.failures import ADVICE, IN_ORDER, LOOK, FailureReports, Report
 from tokenyard.engines.waits import Source
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
@@ -252,7 +252,7 @@ class StatusMonitor:
         finally:
             self._stop()
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = IN_ORDER) -> None:
         """This rank closes its object: the others are told ``why``."""
         self._failures.close(why)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.engines.failures import Report
+from tokenyard.engines.failures import IN_ORDER, Report
 from tokenyard.rows import RowFormat
 from tokenyard.stats import Stats
 
@@ -96,7 +96,7 @@ class Transport(Protocol):
         """The report of the first rank that gave up, if any did; asks the store."""
         ...
 
-    def close(self, why: str) -> None: ...
+    def close(self, why: str = IN_ORDER) -> None: ...
 
 
 class RowTransport:
