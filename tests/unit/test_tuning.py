@@ -56,8 +56,8 @@ def test_workers_of_a_bundle_have_each_task_once(ranks: int, bundle: int) -> Non
         barrier = (tasks - 1, bundle)
         tasks_of_channels = set(product(range(tasks - 1), channels)) | {barrier}
         sends = set(product(range(1, ranks), channels)) | {barrier}
-        for workers in range(1, min(tasks * bundle, 12 // bundle) + 1):
-            for senders in range(min(workers, ranks + 1, 5)):
+        for workers in range(1, (tasks if bundle == 1 else min(tasks * bundle, 6)) + 1):
+            for senders in range(min(workers, ranks + 1)):
                 rounds: int = tasks_of_worker(tasks, ranks, workers, senders, bundle)
                 found = torch.full((workers, rounds, 2), -1, dtype=torch.int32)
                 grid = SimpleNamespace(workers=workers, senders=senders, bundle=bundle)

@@ -189,10 +189,9 @@ def peer_tuning(
     none for a program."""
     if num_sms < 1:
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
-    if all_sms and grid.num_nodes == 1:
-        return _all_of_one_node(num_sms, grid.world_size, channels)
     if grid.num_nodes == 1:
-        return _few_of_one_node(num_sms, grid.world_size, channels)
+        of_one_node = _all_of_one_node if all_sms else _few_of_one_node
+        return of_one_node(num_sms, grid.world_size, channels)
     dispatch = KernelConfig(rows=4, block=4096, chunk=16, num_warps=16, max_registers=128)
     reduce = KernelConfig(rows=8, block=1024, num_warps=16, max_registers=128)
     pushers = pushers_of(num_sms, grid.world_size)
