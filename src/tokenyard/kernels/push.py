@@ -136,7 +136,6 @@ def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
     C: tl.constexpr = k.channels
     CHUNK: tl.constexpr = k.chunk
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
-    TURN: tl.constexpr = k.pushers // OTHERS if k.pushers > OTHERS else 1
     STAY: tl.constexpr = OTHERS - k.pushers % OTHERS
     r = tl.arange(0, k.rank_bins)
     others = (r < R) & (r != me)
@@ -147,7 +146,7 @@ def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
     chunks = (tl.max(counts) + CHUNK - 1) // CHUNK
     for unit in range(tl.program_id(0), chunks * OTHERS, k.pushers):
         i = unit // OTHERS
-        owner = (me + 1 + (unit + i // TURN * STAY) % OTHERS) % R
+        owner = (me + 1 + (unit + i * OTHERS // k.pushers * STAY) % OTHERS) % R
         count = tl.minimum(tl.sum(tl.where(r == owner, counts, 0)) - i * CHUNK, CHUNK)
         if count > 0:
             base = tl.sum(tl.where(r == owner, bases, 0))
