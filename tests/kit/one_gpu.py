@@ -164,7 +164,14 @@ class VirtualMemory(DeviceMemory):
         return self._gate.meet(self.rank, what, self._timeout, value)
 
     def gate(self) -> None:
-        """Wait until all ranks have come. PeerTimeout: one did not; PeerLost: one has ended."""
+        """Wait until all ranks have come, and this one's stream has done what was launched before:
+        a small kernel finds no room beside others' that wait for what comes behind it, if these
+        take more shared memory (an H200 has a multiprocessor divide its memory anew only when it
+        is idle). PeerTimeout: one did not come; PeerLost: one has ended."""
+        if not torch.cuda.is_current_stream_capturing():
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device))
+            self.wait_until(done.query, self._timeout)
         self._meet("the gate before launches that wait for each other")
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:

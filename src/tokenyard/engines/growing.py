@@ -46,7 +46,6 @@ class GrowingRegion:
     def _meet(self, tag: int) -> None:
         """Pass the call barrier. A rank in another call passes it too, but never allocates."""
         launch = bind_two_call_barrier(self._workspace)
-        self._memory.gate()
         launch_call(launch, self._workspace, (), tag)
         self._monitor.meets()
         self._memory.settle()

@@ -157,7 +157,6 @@ class InPlaceBuffers:
         out = self._payload(num_rows, signature, parts)
         launch = direct_launch(workspace, signature)
         unpack = None if arrived is None else unpack_launch(workspace, signature)
-        self._memory.gate()
         sent, tokens = sent_of(payload, meta_at), known.num_tokens
         launch_in_place(launch, workspace, target, known.route_at, sent, tag, tokens)
         if arrived is not None and unpack is not None:
@@ -197,7 +196,6 @@ class InPlaceBuffers:
             )
             there = buffer.local[: rows.numel() * rows.itemsize].view(rows.dtype)
             there.view(rows.shape).copy_(rows)
-        self._memory.gate()
         sums = *addresses(tuple(terms)), total.data_ptr()
         data = plan.route.data_ptr(), buffer.addresses.data_ptr(), *sums
         launch_call(launch, workspace, data, tag, tokens)

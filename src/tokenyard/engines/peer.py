@@ -128,7 +128,6 @@ class PeerEngine(Engine):
         self._calls += 1
         if op != DISPATCH:
             launch = bind_two_call_barrier(self._workspace)
-            self._memory.gate()
             launch_call(launch, self._workspace, (), REFUSED)
             self._memory.settle()
             return True
@@ -233,8 +232,8 @@ class PeerEngine(Engine):
         if spec.exact:
             signature.words[head.CALL_AT] = signature.fingerprint.call
             self._header_in[: signature.words.shape[0]] = signature.words
-        self._memory.gate()
         stand_in(workspace, signature.tag, plan=True)
+        self._memory.gate()
         launch(
             Picks(topk_idx.data_ptr(), address(weights)), workspace.peers, workspace.state_at,
             workspace.scratch_at, counted.route.data_ptr(), filled_of(counted),

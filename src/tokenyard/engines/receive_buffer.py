@@ -105,7 +105,6 @@ class ReceiveBuffer:
             workspace, row_layout, signature.dtype, signature.slots_per_row if how.placed else 1,
             picks, how.dtypes, by_expert=how.placed, weighted=how.weighted, weights_at=weights_at,
         ))  # fmt: skip
-        workspace.memory.gate()
         receive_buffers = self._growing.regions[-1].addresses.data_ptr()
         data = known.route_at, receive_buffers, parts, sums
         launch_call(launch, workspace, data, tag, known.num_tokens)

@@ -146,7 +146,6 @@ class ResultHeap:
         target = self._target(signature, rows=out.x.data_ptr())
         rows = direct_launch(workspace, signature, heap=True)
         unpack = unpack_launch(workspace, signature, heap=True)
-        workspace.memory.gate()
         moved, tag = sent_of(payload, counted.meta_at), signature.tag
         launch_in_place(rows, workspace, target, route, moved, tag, counted.tokens)
         launch_unpack(unpack, workspace, target, route, result_of(out, plan, arrived))
@@ -175,7 +174,6 @@ class ResultHeap:
         awaited = 0 if num_rows and block is None else self._awaited(begin, signature)
         target = self._target(signature, awaited=awaited)
         rows = direct_launch(workspace, signature, heap=True)
-        workspace.memory.gate()
         sent, tokens = sent_of(payload), known.num_tokens
         tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
         launch_in_place(rows, workspace, target, known.route_at, sent, tag, tokens)

@@ -105,7 +105,6 @@ class RingEngine(PeerEngine):
                 ))  # fmt: skip
                 if in_heap:  # behind all that may fail on this rank alone
                     self._heap.rewrite(block, payload, known, signature, tag, num_rows)
-                self._memory.gate()
                 data = known.route_at, sent_of(payload), result_of(out, plan)
                 numbers = known.num_tokens, self.config.num_experts, num_rows, 0  # not forced
                 launch_call(launch, self._workspace, data, tag, *numbers)
@@ -163,7 +162,6 @@ class RingEngine(PeerEngine):
             signature.slots_per_row if how.placed else 1, how.picks, how.dtypes,
             by_expert=how.placed, weighted=how.weighted,
         ))  # fmt: skip
-        self._memory.gate()
         data = known.route_at, parts, sums
         launch_call(launch, self._workspace, data, tag, known.num_tokens)
         self._memory.settle()
@@ -263,7 +261,6 @@ class RingEngine(PeerEngine):
             signature.slots_per_row, by_expert=signature.experts, padding=signature.padding,
             fresh=True, weighted=signature.weighted, static=not spec.exact,
         ))  # fmt: skip
-        self._memory.gate()
         sent = sent_of(payload, counted.meta_at)
         data = counted.route.data_ptr(), sent, result_of(out, plan, arrived)
         numbers = counted.tokens, config.num_experts, num_rows, int(forced)

@@ -138,7 +138,9 @@ def stand_in(workspace: Any, tag: int, *, plan: bool = False) -> None:
 def launch_call(
     launch: Callable[..., None], workspace: Any, data: tuple[Any, ...], tag: int, *numbers: int
 ) -> None:
-    """Launch a data kernel, behind the stand-ins: ``data``, its arguments between the state and the
-    tag of its call (addresses, structs of them), and ``numbers``, those behind."""
+    """Launch a data kernel once all ranks have come, behind the stand-ins: ``data``, its arguments
+    between the state and the tag of its call (addresses, structs of them), and ``numbers``, those
+    behind."""
     stand_in(workspace, tag)
+    workspace.memory.gate()
     launch(workspace.peers, workspace.state_at, *data, tag, *numbers)
