@@ -1,26 +1,22 @@
 """``tokenyard doctor``: what this machine has, which engine it would get, whether dispatch and
 combine work on it.
 
-Child processes find out (``doctor_ask``, ``doctor_probes``) and run the self-test; ``Machine`` says
-what follows, ``doctor_findings`` what is wrong.
+Child processes find out (``doctor_ask``, ``doctor_probes``) and run ``doctor_self_test``;
+``Machine`` says what follows, ``doctor_findings`` what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tokenyard import ExpertParallel
 from tokenyard.cli.consoles import bytes_text, print_line, print_table, seconds_text, table_console
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, UNLIMITED, WARNING, findings
@@ -29,9 +25,7 @@ from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
 from tokenyard.cli.options import bad, command, option
 from tokenyard.cli.progress import say
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.launch import spawn, under_torchrun
-from tokenyard.testing.cases import Case
-from tokenyard.testing.checked_calls import Oracle, engine_calls, sweep_inputs
+from tokenyard.launch import under_torchrun
 from tokenyard.version import __version__
 
 SCHEMA = 1
@@ -39,9 +33,6 @@ SCHEMA = 1
 
 CPU_RANKS, CPU_WORKLOAD_RANKS = 2, 4
 """Of the self-test, and of the workload where nobody gives others."""
-
-TOKENS, HIDDEN, TOPK = 24, 256, 4
-"""Of each rank of the self-test."""
 
 SIZES = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
 """Of the workload, where nobody gives others."""
@@ -140,40 +131,6 @@ def run_self_tests(machine: Machine, timeout: float) -> None:
         told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
         test = {"device": device, "ranks": ranks, **told, "error": why, "ok": not why}
         machine.self_tests.append(test)
-
-
-def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
-    """Dispatch and combine on so many local ranks of ``device`` ("cpu" or "cuda"). All are words of
-    a command line; a silent rank is waited for ``seconds``. Returns the ``engine``, ``why``, and
-    ``seconds`` that it took.
-
-    Raises:
-        RuntimeError: a rank raised; its traceback is the message.
-    """
-    begin = time.monotonic()
-    name, why = spawn(check_rank, int(ranks), engine, float(seconds), device=device)[0]
-    return {"engine": name, "why": why, "seconds": round(time.monotonic() - begin, 2)}
-
-
-def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
-    """One rank's part: two layouts, experts that do not divide by the ranks, tokens that pick an
-    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where."""
-    known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
-    cases = [
-        Case(TOKENS, HIDDEN, TOPK, 3 * dist.get_world_size() + 1, "duplicates", layout=layout)
-        for layout in ("flat", "expert_major")
-    ]
-    with ExpertParallel(**cases[0].arguments, engine=engine, **known) as ep:
-        for case in cases:
-            [batch], [sent] = sweep_inputs(case, 0, here, 1)
-            truth = Oracle.asked(case, batch, sent)
-            for call in engine_calls(ep, case, [batch]):
-                try:
-                    call.attempt(0, truth)
-                except AssertionError as error:
-                    what = f"rank {ep.rank}: {case.layout.upper()} {call.phase}"
-                    raise AssertionError(f"{what}: {error}") from None
-        return ep.engine, ep.why
 
 
 def diagnose(machine: Machine) -> dict[str, Any]:
