@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tokenyard.arguments import check_sizes, check_timeout, check_whole
 from tokenyard.config import Config
-from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
+from tokenyard.errors import NotSupported, PeerTimeout
 from tokenyard.memory.meeting import POLL, Round
 from tokenyard.memory.preflight import Report, unreachable
 from tokenyard.memory.store import base_of, clock_of
@@ -79,7 +79,7 @@ def _seat(store: dist.Store, config: Config, rank: int, at: str) -> dist.Store:
             continue
         if (int(theirs), name) == (rank, at):
             return place
-        raise Mismatch(
+        raise here.disagree(
             f"ranks disagree on whom to admit(): rank {config.rank} says rank {rank} at {at!r}, "
             f"another says rank {theirs} at {name!r}"
         )

@@ -83,6 +83,9 @@ class Call:
         given = CombineArguments(rows, self.plan, self.spec, *terms, raw=self.raw)
         return calls.run_combine(given, self.ticket)
 
+    def as_operator(self) -> ops.Operators:
+        return ops.Operators(self.calls.number, self.calls.order)
+
     def _along(self, op: int, moved: Tensor, raw: bool) -> Call:
         """A call along the plan. A backward may be batched where the call was not."""
         if transforms.in_vmap(moved):
@@ -93,7 +96,7 @@ class Call:
 def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     """Keep what derivatives need; the object by its number, so that no graph keeps it alive."""
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
-    ctx.as_operator = isinstance(call.calls, ops.Operators)
+    ctx.order = call.calls.order if isinstance(call.calls, ops.Operators) else None
     # Autograd does not keep what was made in inference mode.
     lasting = [each.clone() if each.is_inference() else each for each in (*call.plan, *more)]
     ctx.save_for_backward(*lasting)
@@ -105,7 +108,8 @@ def remember(ctx: Any, call: Call, *more: Tensor) -> None:
 def recall(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
     """What :func:`remember` kept. Once only: non-reentrant checkpointing allows no second look."""
     saved: tuple[Tensor, ...] = ctx.saved_tensors
-    calls = ops.Operators(ctx.owner) if ctx.as_operator else owner_of(ctx.owner)
+    as_operator = ctx.order is not None
+    calls = ops.Operators(ctx.owner, ctx.order) if as_operator else owner_of(ctx.owner)
     return Call(calls, ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[_PLAN:]
 
 
@@ -207,7 +211,7 @@ def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | N
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
     x, scales = payload
     if transforms.by_operator(x):
-        return call.run_dispatch(ops.Operators(call.calls.number), payload, topk_idx, weights)
+        return call.run_dispatch(call.as_operator(), payload, topk_idx, weights)
     if call.mode is None and scales is None:
         x = _joining(x, weights)
     elif weights is not None:
@@ -216,9 +220,10 @@ def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | N
 
 
 def _dispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
-    *tensors, owner, numbers, mode, ticket = given
-    calls, spec = ops.Operators(owner, below), ops.spec_of(numbers)
-    return ops.joined(*_dispatched(Call(calls, spec, ticket, mode=ops.mode_of(mode)), *tensors))
+    order, *tensors, owner, numbers, mode, ticket = given
+    calls, spec = ops.Operators(owner, order, below), ops.spec_of(numbers)
+    moved = _dispatched(Call(calls, spec, ticket, mode=ops.mode_of(mode)), *tensors)
+    return *ops.joined(*moved), calls.mark
 
 
 ops.track(ops.dispatch_op, _dispatch_operator)
@@ -255,18 +260,18 @@ def redispatch(call: Call, payload: Payload) -> Payload:
     if not _is_tracked(call, x):
         return call.run_redispatch(call.calls, payload)
     if transforms.by_operator(x):
-        return call.run_redispatch(ops.Operators(call.calls.number), payload)
+        return call.run_redispatch(call.as_operator(), payload)
     if call.mode is None and scales is None:
         x = _joining(x)
     return Payload(_Redispatch.apply(x, scales, call), call.scales)  # pyright: ignore
 
 
-def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]:
-    x, scales, plan, owner, numbers, raw, ticket = given
-    calls, spec, mode = ops.Operators(owner, below), ops.spec_of(numbers), ops.mode_of(*numbers[4:])
-    call = Call(calls, spec, ticket, Plan(*plan), mode, raw)
+def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
+    order, x, scales, plan, owner, numbers, raw, ticket = given
+    calls, spec = ops.Operators(owner, order, below), ops.spec_of(numbers)
+    call = Call(calls, spec, ticket, Plan(*plan), ops.mode_of(*numbers[4:]), raw)
     rows = cast("Tensor", _Redispatch.apply(x, scales, call))  # pyright: ignore
-    return rows, ops.or_empty(call.scales, x)
+    return rows, ops.or_empty(call.scales, x), calls.mark
 
 
 ops.track(ops.redispatch_op, _redispatch_operator)
@@ -338,19 +343,18 @@ def combine(
     if not _is_tracked(call, rows, weights, reduce_weights, *bias):
         return call.run_combine(call.calls, rows, weights, reduce_weights, bias)
     if transforms.by_operator(rows):
-        operators = ops.Operators(call.calls.number)
-        return call.run_combine(operators, rows, weights, reduce_weights, bias)
+        return call.run_combine(call.as_operator(), rows, weights, reduce_weights, bias)
     rows = _joining(rows, weights, reduce_weights, *bias)
     return _Combine.apply(rows, weights, reduce_weights, call, *bias)  # pyright: ignore
 
 
-def _combine_operator(below: ops.Below, *given: Any) -> tuple[Tensor, Tensor]:
-    rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
-    calls = ops.Operators(owner, below)
+def _combine_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
+    order, rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
+    calls = ops.Operators(owner, order, below)
     call = Call(calls, ops.spec_of(numbers), ticket, Plan(*plan), raw=raw)
     made = _Combine.apply(rows, weights, reduce, call, *bias)  # pyright: ignore
     x, reduced = cast("tuple[Tensor, Tensor | None]", made)
-    return x, ops.or_empty(reduced, rows)
+    return x, ops.or_empty(reduced, rows), calls.mark
 
 
 ops.track(ops.combine_op, _combine_operator)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.ops import Moved, enlist
 from tokenyard.redirect import Redirect
-from tokenyard.results import Combined, Received, by_column, received_fields
+from tokenyard.results import Combined, Later, Received, by_column, received_fields
 from tokenyard.routing import merge_weights
 from tokenyard.rows import Payload
 from tokenyard.straight_through import dequantizer
@@ -82,6 +83,9 @@ class Calls(Guard):
     ) -> None:
         super().__init__(config, engine, device)
         self.number, self.earlier, self.redirect = enlist(self), earlier, redirect
+        with torch.inference_mode(False):
+            self.order = torch.zeros(1, device=device or "cpu")
+        self._unread: dict[int, weakref.ref[Later]] = {}
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows
 
@@ -155,7 +159,7 @@ class Calls(Guard):
 
         if when.in_two and not tracked:
             ahead = self._fresh_fields(request, *self.queue.held(ticket).ahead())
-        received = self._begun(Received, finish, when, ticket)
+        received = self._begun(Received, finish, when, ticket, tracked)
         if ahead is not None:
             received.ahead = Received(fields=ahead)
         return received
@@ -180,7 +184,8 @@ class Calls(Guard):
                 moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
             return self._fields(x, moved, known)
 
-        return self._begun(Received, finish, when, ticket)
+        tracked = not in_place and transforms.is_tracked(x)
+        return self._begun(Received, finish, when, ticket, tracked)
 
     def combine(self, request: CombineRequest) -> Combined:
         """A combine."""
@@ -218,7 +223,7 @@ class Calls(Guard):
                     x = out.copy_(x)
             return {"x": x, "topk_weights": reduced}
 
-        return self._begun(Combined, finish, when, ticket)
+        return self._begun(Combined, finish, when, ticket, tracked)
 
     def _lost_weights(self, request: CombineRequest) -> Tensor:
         """What the picks weigh that a combine's sums lack: ``[T]`` float32."""
@@ -271,15 +276,41 @@ class Calls(Guard):
         return self.queue.hold(made if when.in_two else lambda: made)
 
     def _begun(
-        self, kind: type[Result], finish: Callable[[], dict[str, Any]], when: When, ticket: int
+        self,
+        kind: type[Result],
+        finish: Callable[[], dict[str, Any]],
+        when: When,
+        ticket: int,
+        tracked: bool,
     ) -> Result:
         """The result of a call that was begun, or is made here if the caller waits now."""
+        if when.later:
+            finish = partial(self._finish_later, ticket, tracked, finish)
         result = kind(finish, self.queue.work_of(ticket, self.wait))
         if not when.later:
             result.wait()
         elif not when.in_two:  # nothing to drop of those
             weakref.finalize(result, self.queue.drop, ticket)
+            if tracked:
+                self._unread[ticket] = weakref.ref(result)
         return result
+
+    def _finish_later(
+        self, ticket: int, tracked: bool, finish: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Finish a call begun earlier, wherever and whenever its result is read: autograd sees it
+        if the call was ``tracked``, and behind such calls before it, as on all other ranks."""
+        if not tracked:
+            with torch.no_grad():
+                return finish()
+        for earlier in sorted(each for each in self._unread if each <= ticket):
+            unread = self._unread.pop(earlier, None)
+            result = None if unread is None or earlier == ticket else unread()
+            if result is not None:
+                with suppress(Exception):  # who reads it gets it
+                    result.wait()
+        with torch.inference_mode(False), torch.enable_grad():
+            return finish()
 
     # Results
 

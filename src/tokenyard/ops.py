@@ -5,7 +5,7 @@ autograd, knows its object by number: operators take tensors and numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.rows import Payload, RowFormat
-from tokenyard.transforms import forward_level
+from tokenyard.transforms import forward_level, is_followed
 from tokenyard.types import Layout, Quantize
 
 _PLAN, _ARRIVED = len(Plan._fields), len(Arrived._fields)
@@ -36,6 +36,8 @@ class Caller(Protocol):
     """Makes the calls of one object (``calls.py``), for autograd and for operators."""
 
     number: int
+    order: Tensor
+    """The mark of the last call that was an operator."""
 
     @property
     def engine(self) -> Engine: ...
@@ -92,13 +94,33 @@ Below = Callable[..., Any]
 """``below(operator, *arguments)`` calls an operator behind autograd."""
 
 
-def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """An operator. ``fake``: makes its results, of tensors without data, by shape and dtype."""
-    name = schema.split("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # pyright: ignore
+    _LIBRARY.define(f"{name}({schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    run = torch._disable_dynamo(kernel)  # pyright: ignore
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tokenyard::{name}", fake, lib=_LIBRARY)  # pyright: ignore
     return getattr(torch.ops.tokenyard, name).default
+
+
+def define_call(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """An operator that makes a call, of whose results the last is the call's mark.
+
+    All ranks make the same calls in the same order. But a compiler sees tensors only: it may swap
+    two calls of which none needs the other's results, by sizes that differ between ranks, or leave
+    one out whose results are empty here. So each takes the mark of the call before as its first
+    argument, and :class:`Operators` keeps the last one in ``Caller.order``, which lasts.
+    """
+
+    def marked(make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(order: Tensor, *given: Any) -> tuple[Tensor, ...]:
+            return *make(*given), order.new_zeros(order.shape)
+
+        return call
+
+    return define(name, f"Tensor order, {schema}, Tensor)", marked(kernel), marked(fake))
 
 
 def track(op: Any, function: Callable[..., Any]) -> None:
@@ -109,6 +131,9 @@ def track(op: Any, function: Callable[..., Any]) -> None:
             with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)  # pyright: ignore
 
+        lists: list[list[Any]] = [given for given in arguments if isinstance(given, list)]
+        if forward_level() < 0 and not is_followed(*arguments, *chain(*lists)):
+            return below(op, *arguments)  # once more traced, it leaves the same operators
         return function(below, *arguments)
 
     _LIBRARY.impl(op, tracked, "Autograd", with_keyset=True)
@@ -224,9 +249,10 @@ def _rows_like(x: Tensor, sent: RowFormat, rows: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-dispatch_op = define(
-    "dispatch(Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
-    f"int quantize, int ticket) -> ({', '.join(['Tensor'] * (2 + _PLAN + _ARRIVED))})",
+dispatch_op = define_call(
+    "dispatch",
+    "Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
+    f"int quantize, int ticket) -> ({', '.join(['Tensor'] * (2 + _PLAN + _ARRIVED))}",
     _dispatch,
     _dispatch_shapes,
 )
@@ -248,9 +274,10 @@ def _redispatch_shapes(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[T
     return _rows_like(x, row_of(Payload(x, scales), mode), rows)
 
 
-redispatch_op = define(
-    "redispatch(Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, "
-    "int ticket) -> (Tensor, Tensor)",
+redispatch_op = define_call(
+    "redispatch",
+    "Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, "
+    "int ticket) -> (Tensor, Tensor",
     _redispatch,
     _redispatch_shapes,
 )
@@ -271,19 +298,23 @@ def _combine_shapes(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return rows.new_empty((num_tokens, rows.shape[1])), rows.new_empty(reduced, dtype=torch.float32)
 
 
-combine_op = define(
-    "combine(Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
-    "int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor)",
+combine_op = define_call(
+    "combine",
+    "Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
+    "int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor",
     _combine,
     _combine_shapes,
 )
 
 
 class Operators:
-    """Makes calls as operators (:class:`Caller`). ``below``: behind autograd."""
+    """Makes calls as operators (:class:`Caller`). ``below``: behind autograd, where ``mark`` is
+    that of the call (:func:`define_call`)."""
 
-    def __init__(self, number: int, below: Below | None = None) -> None:
-        self.number, self._below = number, below
+    mark: Tensor
+
+    def __init__(self, number: int, order: Tensor, below: Below | None = None) -> None:
+        self.number, self.order, self._below = number, order, below
 
     @property
     def engine(self) -> Engine:
@@ -293,7 +324,13 @@ class Operators:
         return owner_of(self.number).refuse(op, exact, error)
 
     def _call(self, op: Any, *arguments: Any) -> Any:
-        return op(*arguments) if self._below is None else self._below(op, *arguments)
+        """The operator's results but for the mark."""
+        if self._below is not None:
+            *made, self.mark = self._below(op, self.order, *arguments)
+        else:
+            *made, mark = op(self.order, *arguments)
+            self.order.copy_(mark)
+        return made
 
     def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
         mode = 0 if given.mode is None else given.mode.value

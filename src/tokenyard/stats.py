@@ -105,8 +105,8 @@ class Stats:
         return now
 
     def prometheus(self, **labels: object) -> str:
-        """The totals in Prometheus' text format. ``labels`` are added to each: ``layer="3"``, say,
-        where there are several objects.
+        """The totals in Prometheus' text format: a page of its own (a ``*.prom`` file, say) for
+        each object. ``labels`` are added to each: ``layer="3"``, say, where there are several.
 
         Raises:
             ValueError: a label cannot be called that.

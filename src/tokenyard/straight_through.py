@@ -33,16 +33,17 @@ class _Dequantize(Function):
         return call.combine(grads[0], raw=False)[0].to(ctx.dtype), None, None, None, None
 
 
-def _kernel(x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
+def _kernel(order: Tensor, x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
     return dequantized(data, scales, how[-1])
 
 
-def _shape(x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
+def _shape(order: Tensor, x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
     return data.new_empty(data.shape, dtype=how[-1])
 
 
 _dequantize_op = ops.define(
-    "dequantize(Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, "
+    "dequantize",
+    "Tensor order, Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, "
     "ScalarType dtype) -> Tensor",
     _kernel,
     _shape,
@@ -50,8 +51,8 @@ _dequantize_op = ops.define(
 
 
 def _dequantize_operator(below: ops.Below, *given: Any) -> Tensor:
-    *tensors, plan, owner, numbers, dtype = given
-    call = Call(ops.Operators(owner), ops.spec_of(numbers), plan=Plan(*plan))
+    order, *tensors, plan, owner, numbers, dtype = given
+    call = Call(ops.Operators(owner, order), ops.spec_of(numbers), plan=Plan(*plan))
     return _Dequantize.apply(*tensors, call, dtype)  # pyright: ignore
 
 
@@ -70,8 +71,8 @@ def dequantizer(
         if not transforms.is_tracked(sent):
             return dequantized(data, scales, dtype).view(shape)
         if transforms.by_operator(sent):
-            how = ops.Operators(calls.number).along(plan, spec)
-            return _dequantize_op(sent, data, scales, *how, dtype).view(shape)
+            how = call.as_operator().along(plan, spec)
+            return _dequantize_op(calls.order, sent, data, scales, *how, dtype).view(shape)
         return _Dequantize.apply(sent, data, scales, call, dtype).view(shape)  # pyright: ignore
 
     return dequantize

@@ -159,6 +159,12 @@ def test_json_is_the_plan() -> None:
         )
 
 
+def test_one_process_of_a_launcher_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    done = run("--json")
+    assert (done.exit_code, done.output) == (0, "")
+
+
 def test_rates_come_from_flags_and_records() -> None:
     done = run("--rates", str(RECORD), "--nic", "100", "--latency", "2", "--json")
     assert done.exit_code == 0, done.output

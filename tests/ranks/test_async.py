@@ -263,3 +263,39 @@ def test_close_finishes_what_was_started(ranks: Ranks) -> None:
     recv = dispatch(ranks, ep, case, async_op=True)
     ep.close()
     check_received(recv, case, ranks.rank)
+
+
+@pytest.mark.parametrize("look", ["no_grad", "inference_mode"])
+@distributed_test(world_size=2)
+def test_where_a_result_is_read_first_decides_nothing(ranks: Ranks, look: str) -> None:
+    """A log line, on one rank only, under ``no_grad``: gradients are those of the call."""
+    case = Case(ranks.world_size, dtype=torch.float32, layout=ty.Layout.EXPERT_MAJOR)
+    layer = Layer(case, ranks)
+    with case.make(ranks) as ep:
+        recv = ep.dispatch(layer.x, layer.idx, layer.weights, layout=case.layout, async_op=True)
+        if ranks.rank == 0:
+            with getattr(torch, look)():
+                str(recv.tokens_per_expert)
+        rows = moe.grouped(recv, layer.experts)
+        combined = ep.combine(rows, recv.handle, weighted=True, async_op=True)
+        if ranks.rank == 1:
+            with getattr(torch, look)():
+                str(combined.x.shape)
+        check_grads(layer, combined.x)
+        with torch.no_grad():
+            again = ep.dispatch(layer.x, handle=recv.handle, async_op=True)
+        assert not again.x.requires_grad
+
+
+@distributed_test(world_size=2)
+def test_results_may_be_read_in_any_order(ranks: Ranks) -> None:
+    """Backwards along one handle run in the order of calls, not in which results were read."""
+    x, y = (torch.ones(4, 8, requires_grad=True) for _ in range(2))
+    sizes = {"num_experts": 4, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 4}
+    with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
+        handle = ep.dispatch(x.detach(), torch.arange(4)[:, None]).handle
+        there, other = (ep.dispatch(each, handle=handle, async_op=True) for each in (x, y))
+        if ranks.rank == 0:
+            str(other.x.shape)
+        (there.x.sum() + 100 * other.x.sum()).backward()
+        assert torch.equal(x.grad, torch.ones(4, 8)) and torch.equal(y.grad, 100 * x.grad)

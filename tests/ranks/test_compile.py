@@ -97,15 +97,15 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
             case = Case(1, dtype=torch.float32, layout=layout, exact=exact)
             leaves = Layer(case, ranks)
             with case.make(ranks) as ep:
-                number = ep._calls.number
+                number, order = ep._calls.number, ep._calls.order
                 spec = [layout.value, int(exact), 1, -1]
-                arguments = (leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
+                arguments = (order, leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
                 check(torch.ops.tokenyard.dispatch.default, arguments)
                 handle = ep.dispatch(
                     leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact
                 ).handle
                 plan = [each.detach() for each in handle.plan]
-                arguments = (leaves.x, None, plan, number, spec, False, 0)
+                arguments = (order, leaves.x, None, plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.redispatch.default, arguments)
                 rows = torch.randn(
                     handle.num_rows, case.hidden, device=ranks.device, requires_grad=True
@@ -115,8 +115,58 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                     if layout is not ty.Layout.FLAT
                     else None
                 )
-                arguments = (rows, weights, None, [], plan, number, spec, False, 0)
+                arguments = (order, rows, weights, None, [], plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)
+
+
+def whole_numbers(rank: int, *shape: int) -> Tensor:
+    """Float32 of which sums are exact."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).float()
+
+
+def two_batches(ep: ty.ExpertParallel, x: Tensor, y: Tensor, idx: Tensor, idy: Tensor) -> Tensor:
+    """Two residual layers, of which none needs the other."""
+    a, b = ep.dispatch(x, idx), ep.dispatch(y, idy)
+    x = x + ep.combine(2 * a.x, a.handle)
+    y = y + ep.combine(3 * b.x, b.handle)
+    return torch.cat([x, y])
+
+
+def two_sums(ep: ty.ExpertParallel, x: Tensor, rows: Tensor, handle: ty.Handle) -> list[Tensor]:
+    """Two combines along one handle, so that nobody would see that they were swapped."""
+    sums = [ep.combine(torch.cumsum(rows, 0), handle), ep.combine(2 * rows, handle)]
+    more = torch.cat([sums[0], rows]), torch.cat([sums[1], x, x, x])
+    return [*sums, *(torch.sort(each, 0)[0].square().sum(0) for each in more)]
+
+
+@distributed_test(world_size=2)
+def test_inductor_keeps_the_order_of_calls(ranks: Ranks) -> None:
+    """It orders what does not depend on each other by sizes, which differ between ranks, and leaves
+    out what is empty: two calls in one graph, forward and backward, empty ones among them."""
+    torch._dynamo.reset()
+    both, small, large = torch.compile(two_batches, fullgraph=True), (4, 0), (60, 7)
+    sizes = {"num_experts": 6, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 64}
+    with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
+        for few, many in zip(small, large, strict=True):
+            counts = (few, many) if ranks.rank else (many, few)
+            given = [whole_numbers(ranks.rank, count, 8) for count in counts]
+            picks = [torch.arange(2 * count).view(-1, 2) % 6 for count in counts]
+            outcomes: list[Tensor] = []
+            for function in (two_batches, both):
+                leaves = [each.clone().requires_grad_() for each in given]
+                out = function(ep, *leaves, *picks)
+                (out * whole_numbers(ranks.rank, *out.shape)).sum().backward()
+                outcomes.append(torch.cat([out.detach(), *(leaf.grad for leaf in leaves)]))
+            assert torch.equal(*outcomes)
+        tokens = (4, 60)[ranks.rank]
+        idx = torch.tensor([[0, 1]]).repeat(tokens, 1)
+        idx[:2] = torch.tensor([0, 5])
+        x = whole_numbers(ranks.rank, tokens, 8)
+        recv = ep.dispatch(x, idx)
+        with torch.no_grad():
+            eager = two_sums(ep, x, recv.x, recv.handle)
+            graph = torch.compile(two_sums, fullgraph=True)(ep, x, recv.x, recv.handle)
+        assert all(torch.equal(*pair) for pair in zip(eager, graph, strict=True))
 
 
 @pytest.mark.portable

@@ -56,3 +56,20 @@ def test_a_store_that_is_gone_is_asked_once(monkeypatch: Any) -> None:
     mine.report("rank 1 sent nothing to rank 0", 1)
     mine.close()
     assert store.unanswered == 1
+
+
+def test_a_call_that_has_failed_is_waited_in_no_more() -> None:
+    """Of an object whose call failed, so that another was made: who asks why the process is silent
+    hears of the failed call until the next good one, and of nothing then."""
+    base = dist.HashStore()
+    old, new = (FailureReports(dist.PrefixStore(name, base), 0, 30.0) for name in "ab")
+    asking = FailureReports(dist.PrefixStore("b", base), 1, 30.0)
+    old.waits_in("dispatch #2, counts")
+    old.stops_waiting()
+    assert old.first() is None  # behind what it tells
+    assert asking.elsewhere(0) == "dispatch #2, counts"
+    new.waits_in("")
+    assert new.first() is None
+    assert asking.elsewhere(0) == ""
+    for each in (old, new, asking):
+        each.close()

@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import Rows, bytes_text, print_line, print_table, table_console
+from tokenyard.cli.consoles import (
+    Rows,
+    bytes_text,
+    leading_console,
+    print_line,
+    print_table,
+    table_console,
+)
 from tokenyard.cli.options import check_plot, command, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
@@ -38,7 +45,9 @@ Rate = Annotated[
 Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
 Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
 FILE = "JSON of tokenyard bench --json or of the suite nvlink."
-Record = Annotated[Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x H100")]
+Record = Annotated[
+    Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x and 4x H200")
+]
 Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.", dir_okay=False)]
 
 
@@ -68,8 +77,10 @@ def plan(options: Options) -> None:
     any size. Needs no GPU.
 
     Bytes are expected values under uniform and zipf routing. Times come from a small model;
-    docs/how-to/planner.md says how far it is off.
+    docs/how-to/planner.md says how far it is off. Under torchrun the first process plans.
     """
+    if not leading_console()[0]:
+        return
     check_plot(options.plot)
     given = asdict(options)
     dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in options.dtype]

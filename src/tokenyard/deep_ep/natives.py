@@ -238,8 +238,9 @@ class Natives:
             )
         engine = os.environ.get(variable, default)
         try:
-            if engine not in ENGINES:
-                known = ", ".join(map(repr, ENGINES))
+            normal = [each for each in ENGINES if each != LOW_LATENCY]
+            if engine not in (normal if variable == ENGINE_VARIABLE else ENGINES):
+                known = ", ".join(map(repr, normal if variable == ENGINE_VARIABLE else ENGINES))
                 raise ValueError(f"{variable} ({engine!r}) must be one of {known}")
             timeout = timeout_of(self._timeout)
         except ValueError as error:

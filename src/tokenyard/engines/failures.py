@@ -64,6 +64,10 @@ class FailureReports:
     here can be interrupted. ``timeout`` of the object, in seconds, bounds the grace.
     """
 
+    _failed_in = False
+    """Whether what :meth:`waits_in` told last, of any object of this process, is of a call that has
+    failed since."""
+
     def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
         self._store, self._rank, self._grace = store, rank, min(GRACE, timeout)
         self._base = base_of(store)  # what all objects share
@@ -107,10 +111,16 @@ class FailureReports:
 
     def waits_in(self, what: str) -> None:
         """Tell other ranks, whatever they wait in, that this process waits in a call ("": no)."""
-        if self._aside is not None and (what or self._tells):
-            self._tells = bool(what)
+        if self._aside is not None and (what or self._tells or FailureReports._failed_in):
+            self._tells, FailureReports._failed_in = bool(what), False
             key, text = f"tokenyard/waits/{_process()}", f"{self._number} {what}"
             self._aside.start(self._or_else(lambda: self._base.set(key, text), None))
+
+    def stops_waiting(self) -> None:
+        """The call in which this process :meth:`waits_in` has failed. Others that fail with it may
+        still ask for it, so it is told before the next call is over."""
+        FailureReports._failed_in |= self._tells
+        self._tells = False
 
     def elsewhere(self, peer: int, here: bool = False) -> str:
         """In which call of another object (``here``: this one) ``peer`` waits; "" if unknown."""

@@ -195,24 +195,31 @@ class GlooTransport:
         the wait, and so does a rank that has given up: this one waits in vain."""
         told = False
         try:
-            while not begun.wait(SLICE):
-                if not told:
-                    told = True
-                    self._failures.waits_in(what)
-                if self._heard is None:
-                    self._heard = self._failures.heard()
-                    if self._heard is not None:
-                        self._cut()
-                        if self._mesh is None:
-                            raise self._told(self._heard, what)
-        except PeerTimeout:
+            try:
+                while not begun.wait(SLICE):
+                    if not told:
+                        told = True
+                        self._failures.waits_in(what)
+                    self._hear(what)
+            except PeerTimeout:
+                raise
+            except BaseException as error:
+                raise ended_from_outside(error)  # noqa: B904 (the same one)
+            made = begun.result()
+        except BaseException:
+            self._failures.stops_waiting()
             raise
-        except BaseException as error:
-            raise ended_from_outside(error)  # noqa: B904 (the same one)
-        made = begun.result()
-        if told:
-            self._failures.waits_in("")
+        self._failures.waits_in("")
         return made
+
+    def _hear(self, what: str) -> None:
+        """Whether a rank has given up meanwhile: then connections are cut."""
+        if self._heard is None:
+            self._heard = self._failures.heard()
+            if self._heard is not None:
+                self._cut()
+                if self._mesh is None:
+                    raise self._told(self._heard, what)
 
     def _await(self, incoming: _Works, outgoing: _Works, begin: float, what: str) -> None:
         """On another thread: wait for all messages."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from tokenyard.arguments import MOST_BYTES
-from tokenyard.errors import PeerTimeout
+from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.memory.store import CooperativeStore, base_of
 
 Made = TypeVar("Made")
@@ -48,6 +48,8 @@ class Round:
             raise
         outcome = self._store.get("verdict").decode()
         if outcome != _ALL_HERE:
+            if self._store.check(["mismatch"]):
+                raise Mismatch(self._store.get("mismatch").decode())
             first, *missing = map(int, outcome.split())
             raise self._lost(what, timeout, first, missing)
         return [self._store.get(str(peer)).decode() for peer in self._ranks]
@@ -70,6 +72,12 @@ class Round:
         """Fail this meeting for all, unless it has a verdict. ``missing``: who did not come."""
         self._store.compare_set("verdict", "", " ".join(map(str, [self._rank, *(missing or [])])))
 
+    def disagree(self, text: str) -> Mismatch:
+        """Fail this meeting for all, who raise what is returned."""
+        self._store.set("mismatch", text)
+        self.give_up()
+        return Mismatch(text)
+
     def given_up_by(self) -> int | None:
         """The rank that gave up this meeting, if any did."""
         outcome = self._store.get("verdict").decode() if self.is_over() else _ALL_HERE
@@ -77,16 +85,19 @@ class Round:
 
     def forget(self) -> None:
         """Delete what this meeting left in the store."""
-        for key in ("here", "verdict", *map(str, self._ranks)):
+        for key in ("here", "verdict", "mismatch", *map(str, self._ranks)):
             self._store.delete_key(key)
 
     def _lost(self, what: str, timeout: float, first: int, missing: list[int]) -> PeerTimeout:
         """``first`` gave up, waiting for those who were ``missing`` then (none: it was stopped)."""
         names = ", ".join(map(str, missing))
         if first == self._rank:
-            text = f"rank {first} waited {timeout} s at {what} for rank(s) {names or 'none by now'}"
+            if not missing:
+                why = "it was interrupted, or some came to it twice"
+                return PeerTimeout(f"rank {first} has left {what}: {why}", -1)
+            text = f"rank {first} waited {timeout} s at {what} for rank(s) {names}"
             text += ": every rank must come (is one of them slow or dead?)"
-            return PeerTimeout(text, missing[0] if missing else -1)
+            return PeerTimeout(text, missing[0])
         known = bool(missing) and self._rank not in missing
         gone = f"rank {first} has given up waiting there"
         gone += f" for rank(s) {names}" if known else ""
