@@ -152,7 +152,8 @@ class Calls(Guard):
             call = Call(self, given.spec, ticket, mode=given.mode)
             moved = autograd.dispatch(call, payload, given.topk_idx, given.weights)
             scales = moved[0].scales
-            if scales is not None and given.options.scales_by_column:
+            by = given.options is not None and given.options.scales_by_column
+            if scales is not None and by:
                 scales = by_column(scales.view(*self._padded, scales.shape[1]))  # it has rows
                 moved = Payload(moved[0].x, scales), *moved[1:]
             return self._fresh_fields(request, *moved)

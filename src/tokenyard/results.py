@@ -57,7 +57,8 @@ class Later:
         except BaseException:  # Ctrl-C: not what the call came to
             self._finish = finish
             raise
-        self.__dict__.update(fields)
+        for name, value in fields.items():  # older compilers know no update of attributes
+            setattr(self, name, value)
 
     def hook(self) -> None:
         """Finish the receive of a call made with ``return_hook=True``; the same as :meth:`wait`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.engines.failures import IN_ORDER, Report
-from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.rows import Payload
 from tokenyard.types import Quantize
@@ -31,7 +31,7 @@ class DispatchArguments(NamedTuple):
     spec: Spec
     mode: Quantize | None = None
     in_place: bool = False
-    options: CallOptions = NO_OPTIONS
+    options: CallOptions | None = None  # older compilers know no default of a class of our own
     in_two: bool = False
 
 
@@ -66,7 +66,7 @@ class CombineArguments(NamedTuple):
     out: Tensor | None = None
     raw: bool = False
     in_place: bool = False
-    options: CallOptions = NO_OPTIONS
+    options: CallOptions | None = None  # older compilers know no default of a class of our own
     in_two: bool = False
 
     @property

@@ -21,7 +21,7 @@ from tokenyard.config import Config
 from tokenyard.engines.base import CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.failures import IN_ORDER
 from tokenyard.engines.known import LOW_LATENCY
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.low_latency_signatures import Launch, Signatures
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
 from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for
@@ -118,6 +118,7 @@ class LowLatencyEngine(Engine):
     def dispatch(self, given: DispatchArguments) -> Any:
         """``options`` are checked."""
         payload, topk_idx, weights, spec, mode, _, options, in_two = given
+        options = options or NO_OPTIONS
         signature = self._signatures.dispatch(payload, spec, mode, options.scales_by_column)
         self._check_open()
         weighted, loads, workspace = weights is not None, options.loads, self._workspace
@@ -161,6 +162,7 @@ class LowLatencyEngine(Engine):
     def combine(self, given: CombineArguments) -> Any:
         """``weights`` ``[T, K]`` of the tokens' owners travel ahead. ``options`` are checked."""
         rows, plan, spec, weights, reduce_weights, bias, out, raw, _, options, in_two = given
+        options = options or NO_OPTIONS
         if raw or reduce_weights is not None:
             raise NotSupported(
                 "engine 'low_latency' is for inference: it has no gradients of weights and of "
