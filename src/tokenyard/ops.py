@@ -94,9 +94,10 @@ Below = Callable[..., Any]
 """``below(operator, *arguments)`` calls an operator behind autograd."""
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """An operator. ``fake``: makes its results, of tensors without data, by shape and dtype."""
-    _LIBRARY.define(f"{name}({schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     run = torch._disable_dynamo(kernel)  # pyright: ignore
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tokenyard::{name}", fake, lib=_LIBRARY)  # pyright: ignore
@@ -104,9 +105,9 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
 
 
 def define_call(
-    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+    name: str, arguments: str, results: int, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
-    """An operator that makes a call, of whose results the last is the call's mark.
+    """An operator that makes a call: of so many ``results``, and of the call's mark.
 
     All ranks make the same calls in the same order. But a compiler sees tensors only: it may swap
     two calls of which none needs the other's results, by sizes that differ between ranks, or leave
@@ -120,7 +121,9 @@ def define_call(
 
         return call
 
-    return define(name, f"Tensor order, {schema}, Tensor)", marked(kernel), marked(fake))
+    made = ", ".join(["Tensor"] * (results + 1))
+    schema = f"{name}(Tensor order, {arguments}) -> ({made})"
+    return define(schema, marked(kernel), marked(fake))
 
 
 def track(op: Any, function: Callable[..., Any]) -> None:
@@ -252,7 +255,8 @@ def _rows_like(x: Tensor, sent: RowFormat, rows: Any) -> tuple[Tensor, Tensor]:
 dispatch_op = define_call(
     "dispatch",
     "Tensor x, Tensor? scales, Tensor topk_idx, Tensor? weights, int owner, int[] spec, "
-    f"int quantize, int ticket) -> ({', '.join(['Tensor'] * (2 + _PLAN + _ARRIVED))}",
+    "int quantize, int ticket",
+    2 + _PLAN + _ARRIVED,
     _dispatch,
     _dispatch_shapes,
 )
@@ -276,8 +280,8 @@ def _redispatch_shapes(x: Tensor, scales: Tensor | None, *given: Any) -> tuple[T
 
 redispatch_op = define_call(
     "redispatch",
-    "Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, "
-    "int ticket) -> (Tensor, Tensor",
+    "Tensor x, Tensor? scales, Tensor[] plan, int owner, int[] spec, bool raw, int ticket",
+    2,
     _redispatch,
     _redispatch_shapes,
 )
@@ -301,7 +305,8 @@ def _combine_shapes(rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 combine_op = define_call(
     "combine",
     "Tensor rows, Tensor? weights, Tensor? reduce_weights, Tensor[] bias, Tensor[] plan, "
-    "int owner, int[] spec, bool raw, int ticket) -> (Tensor, Tensor",
+    "int owner, int[] spec, bool raw, int ticket",
+    2,
     _combine,
     _combine_shapes,
 )

@@ -42,9 +42,8 @@ def _shape(order: Tensor, x: Tensor, data: Tensor, scales: Tensor, *how: Any) ->
 
 
 _dequantize_op = ops.define(
-    "dequantize",
-    "Tensor order, Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, int[] spec, "
-    "ScalarType dtype) -> Tensor",
+    "dequantize(Tensor order, Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, "
+    "int[] spec, ScalarType dtype) -> Tensor",
     _kernel,
     _shape,
 )
