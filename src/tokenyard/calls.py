@@ -152,8 +152,8 @@ class Calls(Guard):
             call = Call(self, given.spec, ticket, mode=given.mode)
             moved = autograd.dispatch(call, payload, given.topk_idx, given.weights)
             scales = moved[0].scales
-            by = given.options is not None and given.options.scales_by_column
-            if scales is not None and by:
+            by_columns = given.options is not None and given.options.scales_by_column
+            if scales is not None and by_columns:
                 scales = by_column(scales.view(*self._padded, scales.shape[1]))  # it has rows
                 moved = Payload(moved[0].x, scales), *moved[1:]
             return self._fresh_fields(request, *moved)
@@ -171,7 +171,8 @@ class Calls(Guard):
         assert known is not None
         plan, spec, x, send = known.plan, known.spec, payload.x, self.engine.redispatch
         given = CachedArguments(payload, plan, spec, mode, in_place=in_place)
-        if not when.later and (in_place or not transforms.is_tracked(x)):
+        tracked = not in_place and transforms.is_tracked(x)
+        if not (tracked or when.later):
             self._wait_before(when)
             moved = self.make("cached dispatch", send, given)
             return Received(fields=self._fields(x, moved, known))
@@ -185,7 +186,6 @@ class Calls(Guard):
                 moved = autograd.redispatch(Call(self, spec, ticket, plan, mode), payload)
             return self._fields(x, moved, known)
 
-        tracked = not in_place and transforms.is_tracked(x)
         return self._begun(Received, finish, when, ticket, tracked)
 
     def combine(self, request: CombineRequest) -> Combined:

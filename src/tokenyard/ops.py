@@ -98,8 +98,7 @@ def define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) ->
     """An operator. ``fake``: makes its results, of tensors without data, by shape and dtype."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    run = torch._disable_dynamo(kernel)  # pyright: ignore
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # pyright: ignore
     torch.library.register_fake(f"tokenyard::{name}", fake, lib=_LIBRARY)  # pyright: ignore
     return getattr(torch.ops.tokenyard, name).default
 

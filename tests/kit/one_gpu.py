@@ -165,9 +165,10 @@ class VirtualMemory(DeviceMemory):
 
     def gate(self) -> None:
         """Wait until all ranks have come, and this one's stream has done what was launched before:
-        a small kernel finds no room beside others' that wait for what comes behind it, if these
-        take more shared memory (an H200 has a multiprocessor divide its memory anew only when it
-        is idle). PeerTimeout: one did not come; PeerLost: one has ended."""
+        a small kernel did not start beside others' that waited for what comes behind it. (These
+        take more shared memory; a launch that divides a multiprocessor's memory otherwise may wait,
+        as CUDA says of its cache configurations.) PeerTimeout: one did not come; PeerLost: one has
+        ended."""
         if not torch.cuda.is_current_stream_capturing():
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))

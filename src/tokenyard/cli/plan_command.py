@@ -12,14 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import (
-    Rows,
-    bytes_text,
-    leading_console,
-    print_line,
-    print_table,
-    table_console,
-)
+from tokenyard.cli.consoles import Rows, bytes_text, leading_console, print_line, print_table
 from tokenyard.cli.options import check_plot, command, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
@@ -79,7 +72,8 @@ def plan(options: Options) -> None:
     Bytes are expected values under uniform and zipf routing. Times come from a small model;
     docs/how-to/planner.md says how far it is off. Under torchrun the first process plans.
     """
-    if not leading_console()[0]:
+    leads, console = leading_console()
+    if not leads:
         return
     check_plot(options.plot)
     given = asdict(options)
@@ -95,7 +89,7 @@ def plan(options: Options) -> None:
     if options.json:
         typer.echo(json.dumps(as_json(found), indent=1))
     else:
-        print_plan(table_console(), found)
+        print_plan(console, found)
     if options.plot is not None:
         from tokenyard.cli.plots import save_plans  # matplotlib is an extra
 

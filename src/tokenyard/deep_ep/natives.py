@@ -238,10 +238,11 @@ class Natives:
             )
         engine = os.environ.get(variable, default)
         try:
-            normal = [each for each in ENGINES if each != LOW_LATENCY]
-            if engine not in (normal if variable == ENGINE_VARIABLE else ENGINES):
-                known = ", ".join(map(repr, normal if variable == ENGINE_VARIABLE else ENGINES))
-                raise ValueError(f"{variable} ({engine!r}) must be one of {known}")
+            decodes = variable == LOW_LATENCY_VARIABLE
+            known = [each for each in ENGINES if decodes or each != LOW_LATENCY]
+            if engine not in known:
+                text = f"{variable} ({engine!r}) must be one of {', '.join(map(repr, known))}"
+                raise ValueError(text)
             timeout = timeout_of(self._timeout)
         except ValueError as error:
             raise self.refused(error, None, DISPATCH) from None
