@@ -163,16 +163,26 @@ class VirtualMemory(DeviceMemory):
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         return self._gate.meet(self.rank, what, self._timeout, value)
 
+    def bind(self, kernel: Any, grid: int, **options: Any) -> Callable[..., None]:
+        """See :class:`SymmetricMemory`. What a rank writes for one that is gone has run before the
+        rank comes to the gate: it did not start beside kernels of others that wait for what comes
+        behind it. (These take more shared memory; a launch that divides a multiprocessor's memory
+        otherwise may wait, as CUDA says of its cache configurations.)"""
+        launch = super().bind(kernel, grid, **options)
+        if kernel.fn.__module__ != "tokenyard.kernels.stand_in":
+            return launch
+
+        def launch_and_wait(*args: int) -> None:
+            launch(*args)
+            if not torch.cuda.is_current_stream_capturing():
+                self.wait_until(torch.cuda.current_stream(self.device).query, self._timeout)
+
+        return launch_and_wait
+
     def gate(self) -> None:
-        """Wait until all ranks have come, and this one's stream has done what was launched before:
-        a small kernel did not start beside others' that waited for what comes behind it. (These
-        take more shared memory; a launch that divides a multiprocessor's memory otherwise may wait,
-        as CUDA says of its cache configurations.) PeerTimeout: one did not come; PeerLost: one has
-        ended."""
-        if not torch.cuda.is_current_stream_capturing():
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self.device))
-            self.wait_until(done.query, self._timeout)
+        """Wait until all ranks have come. PeerTimeout: one did not; PeerLost: one has ended. (Never
+        for this rank's stream: a kernel of it may wait for what another launches behind the gate.)
+        """
         self._meet("the gate before launches that wait for each other")
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:

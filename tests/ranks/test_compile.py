@@ -119,9 +119,10 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                 check(torch.ops.tokenyard.combine.default, arguments)
 
 
-def whole_numbers(rank: int, *shape: int) -> Tensor:
+def whole_numbers(ranks: Ranks, *shape: int) -> Tensor:
     """Float32 of which sums are exact."""
-    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(rank)).float()
+    numbers = torch.Generator().manual_seed(ranks.rank)
+    return torch.randint(-8, 8, shape, generator=numbers).float().to(ranks.device)
 
 
 def two_batches(ep: ty.ExpertParallel, x: Tensor, y: Tensor, idx: Tensor, idy: Tensor) -> Tensor:
@@ -149,19 +150,19 @@ def test_inductor_keeps_the_order_of_calls(ranks: Ranks) -> None:
     with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
         for few, many in zip(small, large, strict=True):
             counts = (few, many) if ranks.rank else (many, few)
-            given = [whole_numbers(ranks.rank, count, 8) for count in counts]
-            picks = [torch.arange(2 * count).view(-1, 2) % 6 for count in counts]
+            given = [whole_numbers(ranks, count, 8) for count in counts]
+            picks = [torch.arange(2 * n, device=ranks.device).view(-1, 2) % 6 for n in counts]
             outcomes: list[Tensor] = []
             for function in (two_batches, both):
                 leaves = [each.clone().requires_grad_() for each in given]
                 out = function(ep, *leaves, *picks)
-                (out * whole_numbers(ranks.rank, *out.shape)).sum().backward()
+                (out * whole_numbers(ranks, *out.shape)).sum().backward()
                 outcomes.append(torch.cat([out.detach(), *(leaf.grad for leaf in leaves)]))
             assert torch.equal(*outcomes)
         tokens = (4, 60)[ranks.rank]
-        idx = torch.tensor([[0, 1]]).repeat(tokens, 1)
-        idx[:2] = torch.tensor([0, 5])
-        x = whole_numbers(ranks.rank, tokens, 8)
+        idx = torch.tensor([[0, 1]], device=ranks.device).repeat(tokens, 1)
+        idx[:2, 1] = 5
+        x = whole_numbers(ranks, tokens, 8)
         recv = ep.dispatch(x, idx)
         with torch.no_grad():
             eager = two_sums(ep, x, recv.x, recv.handle)
