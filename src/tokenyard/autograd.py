@@ -84,7 +84,7 @@ class Call:
         return calls.run_combine(given, self.ticket)
 
     def as_operator(self) -> ops.Operators:
-        return ops.Operators(self.calls.number, self.calls.order)
+        return ops.Operators(self.calls.number, self.calls.order, self.calls.anchor)
 
     def _along(self, op: int, moved: Tensor, raw: bool) -> Call:
         """A call along the plan. A backward may be batched where the call was not."""
@@ -111,6 +111,11 @@ def recall(ctx: Any) -> tuple[Call, tuple[Tensor, ...]]:
     as_operator = ctx.order is not None
     calls = ops.Operators(ctx.owner, ctx.order) if as_operator else owner_of(ctx.owner)
     return Call(calls, ctx.spec, plan=Plan(*saved[:_PLAN]), raw=ctx.raw), saved[_PLAN:]
+
+
+def last_mark(ctx: Any, call: Call, at: int) -> Tensor | None:
+    """The gradient of the anchor, a function's input ``at``: the mark of its backward."""
+    return getattr(call.calls, "mark", None) if ctx.needs_input_grad[at] else None
 
 
 def _solid(tangent: Tensor) -> Tensor:
@@ -157,8 +162,9 @@ def _is_plain(x: Tensor, scales: Tensor | None, call: Call) -> bool:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor | None]:
+        x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None, call: Call,
+        anchor: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         made = call.run_dispatch(call.calls, Payload(x, scales), topk_idx, weights)
         moved, call.plan, call.arrived = made
         call.scales, call.num_rows = moved.scales, moved.x.shape[0]
@@ -168,7 +174,7 @@ class _Dispatch(Function):
     def setup_context(
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
     ) -> None:
-        x, scales, _, _, call = inputs
+        x, scales, _, _, call, _ = inputs
         ctx.plain = _is_plain(x, scales, call)
         ids = call.spec.layout is Layout.FLAT and ctx.needs_input_grad[3]
         remember(ctx, call, *((call.arrived.topk_idx,) if ids else ()))
@@ -184,11 +190,11 @@ class _Dispatch(Function):
         with _Hinted(_BACKWARD):
             found = gradients.of_dispatch(call, rows, weights, ids[0] if ids else None)
         grad_x, grad_weights = found
-        return grad_x, None, None, grad_weights, None
+        return grad_x, None, None, grad_weights, None, last_mark(ctx, call, 5)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, Tensor | None]:
-        x, _, _, weights, _ = tangents
+        x, _, _, weights, *_ = tangents
         call: Call = ctx.call
         with _Hinted(_TANGENTS):
             rows = call.redispatch(_solid(x), raw=False) if ctx.plain else None
@@ -200,9 +206,10 @@ class _Dispatch(Function):
 
 
 def _dispatched(
-    call: Call, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None
-) -> Moved:
-    rows, brought = _Dispatch.apply(x, scales, topk_idx, weights, call)  # pyright: ignore
+    call: Call, x: Tensor, scales: Tensor | None, topk_idx: Tensor, weights: Tensor | None,
+    anchor: Tensor | None = None,
+) -> Moved:  # fmt: skip
+    rows, brought = _Dispatch.apply(x, scales, topk_idx, weights, call, anchor)  # pyright: ignore
     arrived = call.arrived if brought is None else call.arrived._replace(weights=brought)
     return Payload(rows, call.scales), call.plan, arrived
 
@@ -220,9 +227,11 @@ def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | N
 
 
 def _dispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
-    order, *tensors, owner, numbers, mode, ticket = given
-    calls, spec = ops.Operators(owner, order, below), ops.spec_of(numbers)
-    moved = _dispatched(Call(calls, spec, ticket, mode=ops.mode_of(mode)), *tensors)
+    order, anchor, *tensors, owner, numbers, mode, ticket = given
+    calls, spec = ops.Operators(owner, order, below=below), ops.spec_of(numbers)
+    x, scales, idx, weights = tensors
+    call = Call(calls, spec, ticket, mode=ops.mode_of(mode))
+    moved = _dispatched(call, x, scales, idx, weights, anchor)
     return *ops.joined(*moved), calls.mark
 
 
@@ -231,13 +240,13 @@ ops.track(ops.dispatch_op, _dispatch_operator)
 
 class _Redispatch(Function):
     @staticmethod
-    def forward(x: Tensor, scales: Tensor | None, call: Call) -> Tensor:
+    def forward(x: Tensor, scales: Tensor | None, call: Call, anchor: Tensor | None) -> Tensor:
         rows, call.scales = call.run_redispatch(call.calls, Payload(x, scales))
         return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, scales, call = inputs
+        x, scales, call, _ = inputs
         remember(ctx, call)
         if not _is_plain(x, scales, call):
             ctx.mark_non_differentiable(output)
@@ -246,7 +255,8 @@ class _Redispatch(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, _ = recall(ctx)
         with _Hinted(_BACKWARD):
-            return call.combine(grads[0], raw=call.raw)[0], None, None
+            grad_x, _ = call.combine(grads[0], raw=call.raw)
+        return grad_x, None, None, last_mark(ctx, call, 3)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
@@ -263,14 +273,14 @@ def redispatch(call: Call, payload: Payload) -> Payload:
         return call.run_redispatch(call.as_operator(), payload)
     if call.mode is None and scales is None:
         x = _joining(x)
-    return Payload(_Redispatch.apply(x, scales, call), call.scales)  # pyright: ignore
+    return Payload(_Redispatch.apply(x, scales, call, None), call.scales)  # pyright: ignore
 
 
 def _redispatch_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
-    order, x, scales, plan, owner, numbers, raw, ticket = given
-    calls, spec = ops.Operators(owner, order, below), ops.spec_of(numbers)
+    order, anchor, x, scales, plan, owner, numbers, raw, ticket = given
+    calls, spec = ops.Operators(owner, order, below=below), ops.spec_of(numbers)
     call = Call(calls, spec, ticket, Plan(*plan), ops.mode_of(*numbers[4:]), raw)
-    rows = cast("Tensor", _Redispatch.apply(x, scales, call))  # pyright: ignore
+    rows = cast("Tensor", _Redispatch.apply(x, scales, call, anchor))  # pyright: ignore
     return rows, ops.or_empty(call.scales, x), calls.mark
 
 
@@ -284,6 +294,7 @@ class _Combine(Function):
         weights: Tensor | None,
         reduce_weights: Tensor | None,
         call: Call,
+        anchor: Tensor | None,
         *bias: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         return call.run_combine(call.calls, rows, weights, reduce_weights, bias)
@@ -292,7 +303,7 @@ class _Combine(Function):
     def setup_context(
         ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
     ) -> None:
-        rows, weights, _, call, *bias = inputs
+        rows, weights, _, call, _, *bias = inputs
         ctx.bias_dtypes = [term.dtype for term in bias]
         weighting = () if weights is None else (rows, weights)
         remember(ctx, call, *weighting)
@@ -312,12 +323,12 @@ class _Combine(Function):
             if needs[2]:
                 grad_reduce = call.redispatch(grad_reduced, raw=True)
         bias = [grad.to(dtype) for dtype in ctx.bias_dtypes]
-        return (grad_rows, grad_weights, grad_reduce, None, *bias)
+        return (grad_rows, grad_weights, grad_reduce, None, last_mark(ctx, call, 4), *bias)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor | None]:
         """One combine, as sums are linear: of ``d(weight * row)``."""
-        _, weights, reduce_weights, _, *bias = tangents
+        _, weights, reduce_weights, _, _, *bias = tangents
         call: Call = ctx.call
         rows = _solid(tangents[0])
         if weights is not None:
@@ -345,14 +356,14 @@ def combine(
     if transforms.by_operator(rows):
         return call.run_combine(call.as_operator(), rows, weights, reduce_weights, bias)
     rows = _joining(rows, weights, reduce_weights, *bias)
-    return _Combine.apply(rows, weights, reduce_weights, call, *bias)  # pyright: ignore
+    return _Combine.apply(rows, weights, reduce_weights, call, None, *bias)  # pyright: ignore
 
 
 def _combine_operator(below: ops.Below, *given: Any) -> tuple[Tensor, ...]:
-    order, rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
-    calls = ops.Operators(owner, order, below)
+    order, anchor, rows, weights, reduce, bias, plan, owner, numbers, raw, ticket = given
+    calls = ops.Operators(owner, order, below=below)
     call = Call(calls, ops.spec_of(numbers), ticket, Plan(*plan), raw=raw)
-    made = _Combine.apply(rows, weights, reduce, call, *bias)  # pyright: ignore
+    made = _Combine.apply(rows, weights, reduce, call, anchor, *bias)  # pyright: ignore
     x, reduced = cast("tuple[Tensor, Tensor | None]", made)
     return x, ops.or_empty(reduced, rows), calls.mark
 

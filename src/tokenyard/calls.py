@@ -85,6 +85,7 @@ class Calls(Guard):
         self.number, self.earlier, self.redirect = enlist(self), earlier, redirect
         with torch.inference_mode(False):
             self.order = torch.zeros(1, device=device or "cpu")
+            self.anchor: Tensor | None = torch.zeros_like(self.order, requires_grad=True)
         self._unread: dict[int, weakref.ref[Later]] = {}
         self._padded = config.num_local_experts, config.padded_rows
         self._padded_rows = config.num_local_experts * config.padded_rows

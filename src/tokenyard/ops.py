@@ -37,7 +37,9 @@ class Caller(Protocol):
 
     number: int
     order: Tensor
-    """The mark of the last call that was an operator."""
+    """The mark of the last call that a compiled graph made."""
+    anchor: Tensor | None
+    """What calls of a compiled graph have a gradient of: the mark of their last backward."""
 
     @property
     def engine(self) -> Engine: ...
@@ -111,18 +113,25 @@ def define_call(
     All ranks make the same calls in the same order. But a compiler sees tensors only: it may swap
     two calls of which none needs the other's results, by sizes that differ between ranks, or leave
     one out whose results are empty here. So each takes the mark of the call before as its first
-    argument, and :class:`Operators` keeps the last one in ``Caller.order``, which lasts.
+    argument, and :class:`Operators` keeps the last one in ``Caller.order``, which lasts. Backwards
+    cannot, so the last mark of each is the gradient of ``Caller.anchor``, which graphs return.
     """
 
     def marked(make: Callable[..., Any]) -> Callable[..., Any]:
-        def call(order: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        def call(order: Tensor, anchor: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
             return *make(*given), order.new_zeros(order.shape)
 
         return call
 
     made = ", ".join(["Tensor"] * (results + 1))
-    schema = f"{name}(Tensor order, {arguments}) -> ({made})"
+    schema = f"{name}(Tensor order, Tensor? anchor, {arguments}) -> ({made})"
     return define(schema, marked(kernel), marked(fake))
+
+
+def _are_followed(arguments: Sequence[Any]) -> bool:
+    """Whether a derivative by a tensor among ``arguments``, or in a list of them, is wanted."""
+    lists: list[list[Any]] = [given for given in arguments if isinstance(given, list)]
+    return is_followed(*arguments, *chain(*lists))
 
 
 def track(op: Any, function: Callable[..., Any]) -> None:
@@ -133,8 +142,7 @@ def track(op: Any, function: Callable[..., Any]) -> None:
             with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)  # pyright: ignore
 
-        lists: list[list[Any]] = [given for given in arguments if isinstance(given, list)]
-        if forward_level() < 0 and not is_followed(*arguments, *chain(*lists)):
+        if forward_level() < 0 and not _are_followed(arguments[2:]):
             return below(op, *arguments)  # once more traced, it leaves the same operators
         return function(below, *arguments)
 
@@ -312,13 +320,23 @@ combine_op = define_call(
 
 
 class Operators:
-    """Makes calls as operators (:class:`Caller`). ``below``: behind autograd, where ``mark`` is
-    that of the call (:func:`define_call`)."""
+    """Makes calls as operators (:class:`Caller`), in a compiled graph each behind the mark of the
+    one before (:func:`define_call`).
+
+    A forward writes its marks to ``order``. Backwards only read it: autograd refuses a tensor that
+    one graph has kept and another has written to. They begin with the forward's last mark and hand
+    theirs on in an attribute of it, which lasts as long as the graph is traced.
+
+    ``anchor``: of a forward (:func:`define_call`); ``below``: behind autograd; neither: of a
+    backward. ``mark`` is that of the last call of the latter two.
+    """
 
     mark: Tensor
 
-    def __init__(self, number: int, order: Tensor, below: Below | None = None) -> None:
-        self.number, self.order, self._below = number, order, below
+    def __init__(
+        self, number: int, order: Tensor, anchor: Tensor | None = None, below: Below | None = None
+    ) -> None:
+        self.number, self.order, self.anchor, self._below = number, order, anchor, below
 
     @property
     def engine(self) -> Engine:
@@ -329,12 +347,22 @@ class Operators:
 
     def _call(self, op: Any, *arguments: Any) -> Any:
         """The operator's results but for the mark."""
+        order: Any = self.order
         if self._below is not None:
-            *made, self.mark = self._below(op, self.order, *arguments)
+            *made, self.mark = self._below(op, order, None, *arguments)
+        elif self.anchor is None:
+            *made, self.mark = op(getattr(order, "last_mark", order), None, *arguments)
+            if type(order) is not Tensor:  # of a graph that is traced
+                order.last_mark = self.mark
         else:
-            *made, mark = op(self.order, *arguments)
-            self.order.copy_(mark)
+            *made, mark = op(order, self.anchor_of(*arguments), *arguments)
+            if torch.compiler.is_compiling():
+                order.copy_(mark)
         return made
+
+    def anchor_of(self, *arguments: Any) -> Tensor | None:
+        """What a forward with these has a gradient of, if there is a backward to be anchored."""
+        return self.anchor if torch.compiler.is_compiling() and _are_followed(arguments) else None
 
     def run_dispatch(self, given: DispatchArguments, ticket: int = 0) -> Moved:
         mode = 0 if given.mode is None else given.mode.value

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tokenyard import ops, transforms
-from tokenyard.autograd import Call, recall, remember
+from tokenyard.autograd import Call, last_mark, recall, remember
 from tokenyard.formats import dequantize as dequantized
 from tokenyard.handle import Plan, Spec
 
@@ -18,8 +18,9 @@ from tokenyard.handle import Plan, Spec
 class _Dequantize(Function):
     @staticmethod
     def forward(
-        sent: Tensor, data: Tensor, scales: Tensor, call: Call, dtype: torch.dtype
-    ) -> Tensor:
+        sent: Tensor, data: Tensor, scales: Tensor, call: Call, dtype: torch.dtype,
+        anchor: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         return dequantized(data, scales, dtype)
 
     @staticmethod
@@ -30,29 +31,32 @@ class _Dequantize(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, _ = recall(ctx)
-        return call.combine(grads[0], raw=False)[0].to(ctx.dtype), None, None, None, None
+        grad = call.combine(grads[0], raw=False)[0].to(ctx.dtype)
+        return grad, None, None, None, None, last_mark(ctx, call, 5)
 
 
-def _kernel(order: Tensor, x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
-    return dequantized(data, scales, how[-1])
+def _kernel(order: Tensor, anchor: Tensor | None, x: Tensor, *given: Any) -> Tensor:
+    data, scales, *_, dtype = given
+    return dequantized(data, scales, dtype)
 
 
-def _shape(order: Tensor, x: Tensor, data: Tensor, scales: Tensor, *how: Any) -> Tensor:
-    return data.new_empty(data.shape, dtype=how[-1])
+def _shape(order: Tensor, anchor: Tensor | None, x: Tensor, *given: Any) -> Tensor:
+    data, *_, dtype = given
+    return data.new_empty(data.shape, dtype=dtype)
 
 
 _dequantize_op = ops.define(
-    "dequantize(Tensor order, Tensor x, Tensor data, Tensor scales, Tensor[] plan, int owner, "
-    "int[] spec, ScalarType dtype) -> Tensor",
+    "dequantize(Tensor order, Tensor? anchor, Tensor x, Tensor data, Tensor scales, Tensor[] plan, "
+    "int owner, int[] spec, ScalarType dtype) -> Tensor",
     _kernel,
     _shape,
 )
 
 
 def _dequantize_operator(below: ops.Below, *given: Any) -> Tensor:
-    order, *tensors, plan, owner, numbers, dtype = given
+    order, anchor, *tensors, plan, owner, numbers, dtype = given
     call = Call(ops.Operators(owner, order), ops.spec_of(numbers), plan=Plan(*plan))
-    return _Dequantize.apply(*tensors, call, dtype)  # pyright: ignore
+    return _Dequantize.apply(*tensors, call, dtype, anchor)  # pyright: ignore
 
 
 ops.track(_dequantize_op, _dequantize_operator)
@@ -70,8 +74,9 @@ def dequantizer(
         if not transforms.is_tracked(sent):
             return dequantized(data, scales, dtype).view(shape)
         if transforms.by_operator(sent):
-            how = call.as_operator().along(plan, spec)
-            return _dequantize_op(calls.order, sent, data, scales, *how, dtype).view(shape)
-        return _Dequantize.apply(sent, data, scales, call, dtype).view(shape)  # pyright: ignore
+            operators = call.as_operator()
+            marks, how = (calls.order, operators.anchor_of(sent)), operators.along(plan, spec)
+            return _dequantize_op(*marks, sent, data, scales, *how, dtype).view(shape)
+        return _Dequantize.apply(sent, data, scales, call, dtype, None).view(shape)  # pyright: ignore
 
     return dequantize

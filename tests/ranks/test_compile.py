@@ -97,15 +97,15 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
             case = Case(1, dtype=torch.float32, layout=layout, exact=exact)
             leaves = Layer(case, ranks)
             with case.make(ranks) as ep:
-                number, order = ep._calls.number, ep._calls.order
+                number, marks = ep._calls.number, (ep._calls.order, ep._calls.anchor)
                 spec = [layout.value, int(exact), 1, -1]
-                arguments = (order, leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
+                arguments = (*marks, leaves.x, None, leaves.idx, leaves.weights, number, spec, 0, 0)
                 check(torch.ops.tokenyard.dispatch.default, arguments)
                 handle = ep.dispatch(
                     leaves.x, leaves.idx, leaves.weights, layout=layout, exact=exact
                 ).handle
                 plan = [each.detach() for each in handle.plan]
-                arguments = (order, leaves.x, None, plan, number, spec, False, 0)
+                arguments = (*marks, leaves.x, None, plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.redispatch.default, arguments)
                 rows = torch.randn(
                     handle.num_rows, case.hidden, device=ranks.device, requires_grad=True
@@ -115,7 +115,7 @@ def test_operators_are_registered_soundly(ranks: Ranks) -> None:
                     if layout is not ty.Layout.FLAT
                     else None
                 )
-                arguments = (order, rows, weights, None, [], plan, number, spec, False, 0)
+                arguments = (*marks, rows, weights, None, [], plan, number, spec, False, 0)
                 check(torch.ops.tokenyard.combine.default, arguments)
 
 
@@ -168,6 +168,35 @@ def test_inductor_keeps_the_order_of_calls(ranks: Ranks) -> None:
             eager = two_sums(ep, x, recv.x, recv.handle)
             graph = torch.compile(two_sums, fullgraph=True)(ep, x, recv.x, recv.handle)
         assert all(torch.equal(*pair) for pair in zip(eager, graph, strict=True))
+
+
+def residual(ep: ty.ExpertParallel, x: Tensor, idx: Tensor) -> Tensor:
+    """Of whose gradient inductor leaves out the sum where there are no tokens."""
+    recv = ep.dispatch(x, idx)
+    return torch.cat([3 * x + ep.combine(2 * recv.x, recv.handle), x])[: x.shape[0]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@distributed_test(world_size=2)
+def test_graphs_run_between_a_forward_and_its_backward(ranks: Ranks, backend: str) -> None:
+    """Two layers on one object, micro-batches, an evaluation; ranks without tokens among them."""
+    torch._dynamo.reset()
+    compiled = torch.compile(residual, backend=backend, fullgraph=True)
+    sizes = {"num_experts": 6, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 8}
+    with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
+        for counts in ((0, 5), (3, 4), (7, 0)):
+            given = whole_numbers(ranks, counts[ranks.rank], 8)
+            idx = torch.arange(2 * len(given), device=ranks.device).view(-1, 2) % 6
+            outcomes: list[Tensor] = []
+            for layer in (residual, compiled):
+                x = given.clone().requires_grad_()
+                outs = [layer(ep, layer(ep, x, idx), idx), layer(ep, 5 * x, idx)]
+                with torch.no_grad():
+                    layer(ep, x, idx)
+                for out in outs:
+                    (out * given).sum().backward()
+                outcomes.append(torch.cat([*(out.detach() for out in outs), x.grad]))
+            assert torch.equal(*outcomes)
 
 
 @pytest.mark.portable

@@ -21,11 +21,7 @@ import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
-from triton.runtime.jit import ConstexprFunction
 
-_PLAIN = (tl.int32, tl.int64, tl.float32)
-"""Types of which two make the same, whatever the operation."""
-_INTEGERS = (tl.int32, tl.int64)
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
 
 
@@ -125,57 +121,11 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     return broadcast_impl_value
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
-    def binary_op_type_checking_impl(
-        self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
-        if arithmetic_check and _are_plain(left, right):
-            right = self.scalar_constant(right, left.dtype)
-        elif arithmetic_check and _are_plain(right, left):
-            left = self.scalar_constant(left, right.dtype)
-        elif not _are_alike(left, right):
-            return original(
-                self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-            )
-        return self.broadcast_impl_value(left, right)
-
-    return binary_op_type_checking_impl
-
-
-def _are_plain(tensor: Any, number: Any) -> bool:
-    """An integer tensor, and a Python number that takes its type."""
-    if type(number) is not int or type(tensor) is not tl.tensor:
-        return False
-    return tensor.dtype in _INTEGERS and -(2**31) <= number < 2**31
-
-
-def _are_alike(left: Any, right: Any) -> bool:
-    """Tensors of one type that they keep."""
-    both = type(left) is tl.tensor and type(right) is tl.tensor
-    return both and left.dtype is right.dtype and left.dtype in _PLAIN
-
-
 def _to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if type(x) is tl.core.tensor else original(self, x, check_type)
 
     return to_tensor
-
-
-def _pointer_type(original: Callable[..., None]) -> Callable[..., None]:
-    names: dict[Any, str] = {}
-
-    def init(self: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> None:
-        known = names.get(element_ty.name) if type(element_ty) is tl.core.dtype else None
-        if known is None or const:
-            original(self, element_ty, address_space, const)
-            names[self.element_ty.name] = f"pointer<{self.element_ty}>"
-        else:
-            self.element_ty, self.address_space = element_ty, address_space
-            self.const, self.name = const, known
-
-    return init
 
 
 def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
@@ -189,12 +139,6 @@ def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
         return known[dtype.name]
 
     return get_np_dtype
-
-
-def _call_constexpr(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-    """Of a function of constants: as upstream, which imports two names at every call."""
-    unwrap = tl.core._unwrap_if_constexpr
-    return self.fn(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()})
 
 
 def with_semantic(member: Any, semantic: Any) -> Callable[..., Any]:
@@ -250,13 +194,6 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     replace(rewriter, "rewrite_ast", _rewriting(rewriter.rewrite_ast))
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
     replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
-    replace(tl.core.pointer_type, "__init__", _pointer_type(tl.core.pointer_type.__init__))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
-    replace(ConstexprFunction, "__call__", _call_constexpr)
     replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
-    replace(
-        TritonSemantic,
-        "binary_op_type_checking_impl",
-        _checking(TritonSemantic.binary_op_type_checking_impl),
-    )
