@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tokenyard import gradients, ops, transforms
+from tokenyard.dense import is_wrapper
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout, afresh
 from tokenyard.handle import Arrived, Plan, Spec
@@ -83,8 +84,12 @@ class Call:
         given = CombineArguments(rows, self.plan, self.spec, *terms, raw=self.raw)
         return calls.run_combine(given, self.ticket)
 
-    def as_operator(self) -> ops.Operators:
-        return ops.Operators(self.calls.number, self.calls.order, self.calls.anchor)
+    def as_operator(self, x: Tensor) -> ops.Operators:
+        """The object's operators, for ``x``; tensors without data take no others beside them."""
+        order = self.calls.order
+        if is_wrapper(x) and not torch.compiler.is_compiling():
+            order = x.new_zeros(1, dtype=torch.float32)
+        return ops.Operators(self.calls.number, order, self.calls.anchor)
 
     def _along(self, op: int, moved: Tensor, raw: bool) -> Call:
         """A call along the plan. A backward may be batched where the call was not."""
@@ -93,13 +98,22 @@ class Call:
         return Call(self.calls, self.spec, plan=self.plan, raw=raw)
 
 
+def _lasting(tensor: Tensor) -> Tensor:
+    """Autograd does not keep what was made in inference mode."""
+    inference = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return tensor.clone() if inference else tensor
+
+
+def lasting(plan: Plan) -> Plan:
+    """``plan``, of tensors that autograd keeps."""
+    return plan if torch.compiler.is_compiling() else Plan(*map(_lasting, plan))
+
+
 def remember(ctx: Any, call: Call, *more: Tensor) -> None:
     """Keep what derivatives need; the object by its number, so that no graph keeps it alive."""
     ctx.owner, ctx.spec, ctx.raw = call.calls.number, call.spec, call.raw
     ctx.order = call.calls.order if isinstance(call.calls, ops.Operators) else None
-    # Autograd does not keep what was made in inference mode.
-    lasting = [each.clone() if each.is_inference() else each for each in (*call.plan, *more)]
-    ctx.save_for_backward(*lasting)
+    ctx.save_for_backward(*map(_lasting, (*call.plan, *more)))
     # Else the graph would hold all of it.
     ctx.call = call if transforms.forward_level() >= 0 else None
     ctx.set_materialize_grads(True)
@@ -218,7 +232,7 @@ def dispatch(call: Call, payload: Payload, topk_idx: Tensor, weights: Tensor | N
     """A fresh dispatch that is tracked. Rows, scales and source are flat."""
     x, scales = payload
     if transforms.by_operator(x):
-        return call.run_dispatch(call.as_operator(), payload, topk_idx, weights)
+        return call.run_dispatch(call.as_operator(x), payload, topk_idx, weights)
     if call.mode is None and scales is None:
         x = _joining(x, weights)
     elif weights is not None:
@@ -270,7 +284,7 @@ def redispatch(call: Call, payload: Payload) -> Payload:
     if not _is_tracked(call, x):
         return call.run_redispatch(call.calls, payload)
     if transforms.by_operator(x):
-        return call.run_redispatch(call.as_operator(), payload)
+        return call.run_redispatch(call.as_operator(x), payload)
     if call.mode is None and scales is None:
         x = _joining(x)
     return Payload(_Redispatch.apply(x, scales, call, None), call.scales)  # pyright: ignore
@@ -354,7 +368,7 @@ def combine(
     if not _is_tracked(call, rows, weights, reduce_weights, *bias):
         return call.run_combine(call.calls, rows, weights, reduce_weights, bias)
     if transforms.by_operator(rows):
-        return call.run_combine(call.as_operator(), rows, weights, reduce_weights, bias)
+        return call.run_combine(call.as_operator(rows), rows, weights, reduce_weights, bias)
     rows = _joining(rows, weights, reduce_weights, *bias)
     return _Combine.apply(rows, weights, reduce_weights, call, None, *bias)  # pyright: ignore
 

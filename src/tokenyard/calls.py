@@ -198,7 +198,7 @@ class Calls(Guard):
         if at_owner is not None:
             weights = self._fetch_weights(at_owner, handle)
         if reduce is not None:
-            reduce = in_arrival_order(reduce.float(), handle)
+            reduce = in_arrival_order(reduce.float(), autograd.lasting(plan), spec)
         given = CombineArguments(
             rows, plan, spec, weights, reduce, bias, out, in_place=in_place, **when.extras
         )
@@ -254,7 +254,7 @@ class Calls(Guard):
         """Weights given at the owner, brought to the rows: float32 ``[rows]``, differentiable."""
         if self.low is not None:  # which brings them itself
             return topk_weights
-        plan = handle.plan
+        plan = autograd.lasting(handle.plan)
         merged = merge_weights(topk_weights, plan.first_pick)
         call = Call(self, handle.spec, plan=plan, raw=True)
         there = autograd.redispatch(call, Payload(merged, None)).x

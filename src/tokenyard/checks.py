@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenyard.arguments import LARGEST, check_flag, check_whole
 from tokenyard.config import Config
+from tokenyard.dense import check_dense
 from tokenyard.engines.base import Engine
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES, given
@@ -109,17 +110,7 @@ class _Shape(NamedTuple):
 
 def _tensor(name: str, value: Any, shape: _Shape) -> Tensor:
     """A dense tensor with as many dimensions as ``shape``."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise ValueError(
-            f"{name} is {str(value.layout).removeprefix('torch.')}, but must be dense: use "
-            f".to_dense()"
-        )
-    if value.is_nested:
-        raise ValueError(f"{name} is a nested tensor, but must be dense: use .to_padded_tensor(0)")
-    if not torch.compiler.is_compiling() and value.is_neg():
-        raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
+    check_dense(name, value)
     if value.dim() != len(shape.sizes):
         raise ValueError(
             f"{name} has shape {list(value.shape)}, but must have {len(shape.sizes)} dimensions: "
@@ -299,8 +290,8 @@ def check_handle(handle: Any, owner: int, rank: int, earlier: Collection[int] = 
         raise ValueError(f"handle must be the .handle of a dispatch, not {type(handle).__name__}")
     if handle.owner in earlier:
         raise ValueError("this handle is from before recover(): its rows are gone, dispatch again")
-    whose = "another ExpertParallel" if handle.owner != owner else f"rank {handle.rank}"
     if (handle.owner, handle.rank) != (owner, rank):
+        whose = "another ExpertParallel" if handle.owner != owner else f"rank {handle.rank}"
         raise ValueError(
             f"this handle belongs to {whose}: combine with the object that dispatched, on its rank"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenyard.routing import expert_bounds
+from tokenyard.routing import expert_bounds, expert_share
 from tokenyard.topology import Topology
 
 MOST_MATRIX_RANKS = 8
@@ -38,7 +38,7 @@ class Config:
     @property
     def num_local_experts(self) -> int:
         # As in bounds, which calls need not make.
-        share, extra = divmod(self.num_experts, self.world_size)
+        share, extra = expert_share(self.num_experts, self.world_size)
         return share + (self.rank < extra)
 
     @property

@@ -37,7 +37,7 @@ class Guard:
     def check_open(self) -> None:
         """Raise if this object was closed, interrupted, or lost a peer."""
         if self.gone:
-            remedy = "make a new one"
+            remedy = "make a new one (and close it behind the last backward)"
             if isinstance(self.failure, PeerTimeout) and not self.closed:
                 remedy += ", or recover() with the ranks that are left"
             raise RuntimeError(f"this ExpertParallel {self.gone}: {remedy}")

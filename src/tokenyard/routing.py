@@ -18,13 +18,19 @@ def host_ints(values: Tensor) -> list[int]:
     return cast("list[int]", values.tolist())
 
 
+def expert_share(num_experts: int, num_ranks: int) -> tuple[int, int]:
+    """Experts of each rank, and how many ranks have one more. (No divmod: ``torch.compile`` may
+    take them for symbols.)"""
+    return num_experts // num_ranks, num_experts % num_ranks
+
+
 def expert_bounds(num_experts: int, num_ranks: int) -> list[int]:
     """First expert of each rank, and the end: ``[R + 1]``.
 
     >>> expert_bounds(5, 3)
     [0, 2, 4, 5]
     """
-    share, extra = divmod(num_experts, num_ranks)
+    share, extra = expert_share(num_experts, num_ranks)
     return [rank * share + min(rank, extra) for rank in range(num_ranks + 1)]
 
 
@@ -34,7 +40,7 @@ def first_experts(ranks: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     >>> first_experts(torch.tensor([3, 1]), 5, 3)
     tensor([5, 2])
     """
-    share, extra = divmod(num_experts, num_ranks)
+    share, extra = expert_share(num_experts, num_ranks)
     return ranks * share + ranks.clamp(max=extra)
 
 
@@ -45,7 +51,7 @@ def pick_owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     tensor([[ 0,  2],
             [-1,  1]])
     """
-    share, extra = divmod(num_experts, num_ranks)
+    share, extra = expert_share(num_experts, num_ranks)
     if not extra:
         return torch.where(topk_idx < 0, -1, topk_idx.div(share, rounding_mode="floor"))
     larger = (share + 1) * extra

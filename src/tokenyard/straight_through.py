@@ -74,8 +74,8 @@ def dequantizer(
         if not transforms.is_tracked(sent):
             return dequantized(data, scales, dtype).view(shape)
         if transforms.by_operator(sent):
-            operators = call.as_operator()
-            marks, how = (calls.order, operators.anchor_of(sent)), operators.along(plan, spec)
+            operators = call.as_operator(sent)
+            marks, how = (operators.order, operators.anchor_of(sent)), operators.along(plan, spec)
             return _dequantize_op(*marks, sent, data, scales, *how, dtype).view(shape)
         return _Dequantize.apply(sent, data, scales, call, dtype, None).view(shape)  # pyright: ignore
 

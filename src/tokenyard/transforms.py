@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tokenyard.dense import is_wrapper
 from tokenyard.errors import NotSupported
 
 NO_VMAP = (
@@ -111,10 +112,12 @@ def is_tracked(*tensors: Tensor | None) -> bool:
     """Whether autograd, a compiler or a transform must see a call."""
     if torch.compiler.is_compiling():
         return True
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # a generator would cost a frame for each
-            if tensor is not None and tensor.requires_grad:
-                return True
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:  # a generator would cost a frame for each
+        if tensor is not None and type(tensor) is not Tensor and is_wrapper(tensor):
+            return True
+        if grad and tensor is not None and tensor.requires_grad:
+            return True
     return in_functorch() or in_forward_mode()
 
 
@@ -124,8 +127,7 @@ def by_operator(x: Tensor) -> bool:
         return True
     if in_functorch() or in_forward_mode():
         return False
-    subclass = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore
-    return subclass or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
+    return is_wrapper(x) or torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
 
 
 def detached(value: Any) -> Any:

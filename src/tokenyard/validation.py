@@ -12,6 +12,7 @@ from tokenyard.arguments import check_after, check_flag
 from tokenyard.call_queue import Waitable, When
 from tokenyard.calls import Calls, CombineRequest, DispatchRequest
 from tokenyard.config import Config
+from tokenyard.dense import waited
 from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import check_result
@@ -69,6 +70,7 @@ class Validation:
                 return DispatchRequest(
                     payload, topk_idx, topk_weights, spec, quantize, known, False, when
                 )
+        x, topk_idx, topk_weights = map(waited, (x, topk_idx, topk_weights))
         payload = checks.check_payload(x, config, quantize)
         self._check_device(payload.x)
         if known is not None:
@@ -154,6 +156,8 @@ class Validation:
                 carried = known.arrived.weights if weighted else None
                 rows = flat_rows(x)
                 return CombineRequest(rows, known, carried, None, None, (), None, False, when)
+        x, out, bias, topk_weights, reduce_weights = map(waited, (x, out, bias, *weighting[1:]))
+        weighting = weighted, topk_weights, reduce_weights
         rows = checks.check_rows(x, known, self._config)
         at_owner = checks.check_weighting(known, *weighting, self._config)
         terms = checks.check_bias_and_out(bias, out, rows, known.num_tokens)

@@ -328,59 +328,6 @@ def test_the_language_is_whole_again_afterwards() -> None:
     assert (tl.load, tl.tensor.__add__, tl.sum, upstream.interpreter_builder.options) == before
 
 
-TYPES = [
-    tl.int1,
-    tl.int8,
-    tl.int32,
-    tl.uint32,
-    tl.int64,
-    tl.float16,
-    tl.bfloat16,
-    tl.float32,
-    tl.float64,
-    tl.pointer_type(tl.float32),
-]
-
-
-def operands() -> list[Any]:
-    """Scalars, blocks and Python numbers of all kinds."""
-    found: list[Any] = [3, -3, 2**40, 0.5, True]
-    for kind in TYPES:
-        data = np.ones(1, upstream._get_np_dtype(kind))
-        found.append(tl.tensor(upstream.TensorHandle(data, kind), kind))
-        for shape in ([4], [1, 4], [2, 1], [2, 4]):
-            data = np.ones(shape, upstream._get_np_dtype(kind))
-            found.append(tl.tensor(upstream.TensorHandle(data, kind), tl.block_type(kind, shape)))
-    return found
-
-
-def outcome_of(check: Any, semantic: Any, left: Any, right: Any) -> Any:
-    try:
-        results = check(semantic, left, right, True, True)
-    except Exception as error:
-        return type(error)
-    return [
-        (str(result.type), result.handle.data.shape, result.handle.data.dtype) for result in results
-    ]
-
-
-def test_shortcuts_change_nothing() -> None:
-    """Types and shapes of the operands of a binary operation, for all pairs."""
-    semantic = upstream.interpreter_semantic
-    shortcut = type(semantic).binary_op_type_checking_impl
-    original = interpreter._upstream["binary_op_type_checking_impl"]
-    with interpreter.patched_language(), np.errstate(all="ignore"):
-        pairs = [
-            (a, b)
-            for a in operands()
-            for b in operands()
-            if isinstance(a, tl.tensor) or isinstance(b, tl.tensor)
-        ]
-        outcomes = [outcome_of(shortcut, semantic, a, b) for a, b in pairs]
-        assert outcomes == [outcome_of(original, semantic, a, b) for a, b in pairs]
-    assert sum(isinstance(outcome, list) for outcome in outcomes) > len(pairs) / 4
-
-
 def test_blocks_keep_their_rules() -> None:
     with pytest.raises(TypeError, match="0d"):
         tl.block_type(tl.int32, [])

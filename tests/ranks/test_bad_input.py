@@ -54,10 +54,10 @@ def bad(words: str, change: Callable[[Any], dict[str, Any]], **more: Any) -> Bad
     return Bad(change, tuple(words.split("|")), **more)
 
 
-def nested(rows: torch.Tensor) -> torch.Tensor:
+def nested(rows: torch.Tensor, layout: torch.layout = torch.strided) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls them a prototype
-        return torch.nested.nested_tensor(list(rows))
+        return torch.nested.nested_tensor(list(rows.split(2)), layout=layout)
 
 
 def picks_with(inputs: Inputs, value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -88,6 +88,7 @@ DISPATCH: dict[str, list[Bad]] = {
         bad("x is on meta", lambda i: {"x": i.x.to(META)}),
         bad("x|sparse", lambda i: {"x": i.x.to_sparse()}),
         bad("x is a nested tensor|to_padded_tensor", lambda i: {"x": nested(i.x)}),
+        bad("x is a nested tensor|.values()", lambda i: {"x": nested(i.x, torch.jagged)}),
         bad("topk_idx has shape [5, 3]|[T, K] = [4, 3]|num_topk", lambda i: {"x": i.x[:4]}),
     ],
     "quantized": [

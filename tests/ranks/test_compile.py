@@ -176,12 +176,14 @@ def residual(ep: ty.ExpertParallel, x: Tensor, idx: Tensor) -> Tensor:
     return torch.cat([3 * x + ep.combine(2 * recv.x, recv.handle), x])[: x.shape[0]]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", None)])
 @distributed_test(world_size=2)
-def test_graphs_run_between_a_forward_and_its_backward(ranks: Ranks, backend: str) -> None:
+def test_graphs_run_between_a_forward_and_its_backward(
+    ranks: Ranks, backend: str, dynamic: bool | None
+) -> None:
     """Two layers on one object, micro-batches, an evaluation; ranks without tokens among them."""
     torch._dynamo.reset()
-    compiled = torch.compile(residual, backend=backend, fullgraph=True)
+    compiled = torch.compile(residual, backend=backend, fullgraph=True, dynamic=dynamic)
     sizes = {"num_experts": 6, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 8}
     with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
         for counts in ((0, 5), (3, 4), (7, 0)):

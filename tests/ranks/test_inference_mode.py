@@ -83,9 +83,14 @@ def test_a_handle_made_inside_is_differentiated_outside(
                 handle = dispatch(ranks, ep, case).handle
             rows = ep.dispatch(layer.x, handle=handle).x
             loss(ep.combine(rows * rows, handle, weighted=weighted)).backward()
-            grads.append(layer.x.grad)
-    assert torch.isfinite(grads[0]).all() and grads[0].any()
-    assert_close(grads[1], grads[0], relative=0.0, what="gradient of x")
+            grads.append([layer.x.grad])
+            if weighted:
+                given = {"weighted": True, "topk_weights": layer.weights}
+                loss(ep.combine(rows.detach(), handle, **given)).backward()
+                grads[-1].append(layer.weights.grad)
+    for outside, made_inside in zip(*grads, strict=True):
+        assert torch.isfinite(outside).all() and outside.any()
+        assert_close(made_inside, outside, relative=0.0, what="gradient of x or weights")
 
 
 @pytest.mark.parametrize("first", ["inside", "outside"])

@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each module may import from earlier lines only (and, within a line of packages, from its own
 # package).
 ORDER = [
-    ["types", "errors", "version", "forks", "arguments"],
+    ["types", "errors", "version", "forks", "arguments", "dense"],
     ["reference_quant", "reference_picks", "reference_sums"],
     ["reference"],
     ["call_queue", "routing", "launch", "stats", "topology", "transforms"],

@@ -16,6 +16,7 @@ from tokenyard.api import ExpertParallel
 from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple, of_items
+from tokenyard.dense import check_dense
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
 from tokenyard.memory.symmetric import MemoryGroup
@@ -123,12 +124,7 @@ def array(
 ) -> Tensor:
     """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any), that
     of ``like``."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor {meaning}, not {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise ValueError(f"{name} is {_bare(value.layout)}, but must be dense: use .to_dense()")
-    if value.is_neg():
-        raise ValueError(f"{name} is a view that negates its memory: use .resolve_neg()")
+    check_dense(name, value, f" {meaning}")
     if value.shape != shape:
         sizes = "" if None in shape else f" = {list(shape)}"
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")

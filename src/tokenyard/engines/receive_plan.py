@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.config import Config
-from tokenyard.handle import Arrived, Handle, Spec
+from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.routing import (
     Placement,
     block_offsets,
@@ -139,8 +139,8 @@ def weights_of_rows(weights: Tensor, slots: Tensor, picks: Tensor, num_rows: int
     return spread.scatter(0, place, weights.gather(1, picks).reshape(-1))[:num_rows]
 
 
-def in_arrival_order(reduce_weights: Tensor, handle: Handle) -> Tensor:
+def in_arrival_order(reduce_weights: Tensor, plan: Plan, spec: Spec) -> Tensor:
     """``reduce_weights [N, K]`` of ``FLAT`` rows as ``[Nb, K]`` of arrived rows."""
-    if not handle.spec.placed:
+    if not spec.placed:
         return reduce_weights
-    return take_values(reduce_weights, handle.plan.slots[:, 0], 0.0)
+    return take_values(reduce_weights, plan.slots[:, 0], 0.0)
