@@ -197,7 +197,7 @@ class ExpertParallel(Recoverable):
             NotSupported: this engine cannot do it.
         """
         calls, check = self._calls, self._validation
-        calls.check_open()
+        check.begin(handle)
         shape, how = (layout, exact, expert_alignment, capacity), (after, return_hook, options)
         try:
             when = check.when(async_op, *how, checks.is_cast(topk_weights))
@@ -283,7 +283,7 @@ class ExpertParallel(Recoverable):
                 was given.
         """
         calls, check = self._calls, self._validation
-        calls.check_open()
+        check.begin(handle)
         weights, how = (weighted, topk_weights, reduce_weights), (after, return_hook, options)
         try:
             derives = checks.is_copied(x) or topk_weights is not None or reduce_weights is not None

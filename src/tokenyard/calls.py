@@ -139,10 +139,9 @@ class Calls(Guard):
         self, request: DispatchRequest, given: DispatchArguments, tracked: bool
     ) -> Received:
         payload, when, send = request.payload, request.when, self.engine.dispatch
-        still = given._replace(
-            payload=Payload(payload.x.detach(), payload.scales),
-            weights=transforms.detached(given.weights),
-        )
+        weights = transforms.detached(given.weights)
+        sent = Payload(payload.x.detach(), payload.scales)
+        still = DispatchArguments(sent, given.topk_idx, weights, *given[3:])
         ticket = self._begin(partial(send, still), payload.x.device, when, "dispatch")
         ahead: dict[str, Any] | None = None
 
@@ -177,7 +176,7 @@ class Calls(Guard):
             self._wait_before(when)
             moved = self.make("cached dispatch", send, given)
             return Received(fields=self._fields(x, moved, known))
-        still = given._replace(payload=Payload(x.detach(), payload.scales))
+        still = CachedArguments(Payload(x.detach(), payload.scales), *given[1:])
         ticket = self._begin(partial(send, still), x.device, when, "cached dispatch")
 
         def finish() -> dict[str, Any]:
@@ -207,12 +206,10 @@ class Calls(Guard):
             self._wait_before(when)
             x, reduced = self.make("combine", send, given)
             return Combined(fields={"x": x, "topk_weights": reduced})
-        still = given._replace(
-            rows=rows.detach(),
-            weights=transforms.detached(weights),
-            reduce_weights=transforms.detached(reduce),
-            bias=transforms.detached(bias),
-        )
+        still = CombineArguments(
+            rows.detach(), plan, spec, transforms.detached(weights), transforms.detached(reduce),
+            transforms.detached(bias), out, in_place=in_place, **when.extras,
+        )  # fmt: skip
         ticket = self._begin(partial(send, still), rows.device, when, "combine")
 
         def finish() -> dict[str, Any]:

@@ -45,6 +45,15 @@ class Validation:
         calls = self._calls
         return checks.check_handle(handle, calls.number, self._config.rank, calls.earlier)
 
+    def begin(self, handle: Any) -> None:
+        """Raise if the object makes no calls any more. While a compiler traces, make the tensors of
+        a handle from outside of its graph: the one break of the graph for it."""
+        self._calls.check_open()
+        if torch.compiler.is_compiling() and handle is not None:
+            plan: Any = getattr(handle, "plan", None)
+            if not getattr(plan, "whole", True):
+                plan.make_whole()
+
     def dispatch(
         self,
         x: Any,

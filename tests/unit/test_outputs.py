@@ -173,3 +173,29 @@ def test_a_copy_of_a_handle_points_to_its_own_plan(exact: bool) -> None:
             assert (
                 ep.dispatch(x, handle=other).x.shape[0] == ep.dispatch(x, handle=handle).x.shape[0]
             )
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.name)
+def test_compilers_take_handles_from_outside_of_a_graph(layout: Layout) -> None:
+    """Of eager calls, of which nobody or somebody has read the plan's tensors: they are made in a
+    break of the graph, where the call begins."""
+    sizes = {"num_experts": 8, "hidden": HIDDEN, "num_topk": 2, "max_tokens_per_rank": 16}
+    ep, _ = recorded_object(**sizes)
+
+    def layer(x: torch.Tensor, rows: torch.Tensor, handle: ty.Handle) -> torch.Tensor:
+        again = ep.dispatch(x, handle=handle)
+        return ep.combine(2 * rows, handle) + ep.combine(again.x + 1, again.handle)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    with ep:
+        for tokens in (3, 4, 5):
+            x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
+            for read in (False, True):
+                idx = torch.arange(2 * tokens).view(-1, 2) % 8
+                recv = ep.dispatch(x, idx, torch.ones(tokens, 2), layout=layout)
+                if read:
+                    assert len(tuple(recv.handle.plan)) == len(recv.handle.plan)
+                before = ep.stats().calls.get("combine", 0)
+                assert compiled(x, recv.x, recv.handle).shape == x.shape
+                assert ep.stats().calls["combine"] == before + 2

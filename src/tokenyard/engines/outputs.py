@@ -58,6 +58,7 @@ class CallPlan:
         self.slots_at, self.picks_at, self.gather_at = placed.at
         self.num_rows, self.returns = num_rows, returns
         self._counted, self._placed = counted, placed
+        self.whole = False  # whether all tensors are made
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in Plan._fields:
@@ -77,7 +78,20 @@ class CallPlan:
         return made
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (getattr(self, name) for name in Plan._fields)
+        made = [getattr(self, name) for name in Plan._fields]
+        if not self.whole:
+            self.whole = True
+        return iter(made)
+
+    def __len__(self) -> int:
+        return len(
+            Plan._fields
+        )  # a compiler asks, which goes through one from outside of its graph
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage]
+    def make_whole(self) -> None:
+        """Make all tensors outside of a graph that is traced, which takes no addresses."""
+        tuple(self)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[Tensor, ...]]:
         """A copy has tensors, which may lie elsewhere than these."""
