@@ -104,8 +104,9 @@ def test_a_bad_id_is_remembered_in_either_mode(ranks: Ranks, first: str) -> None
         GroupTransport(ranks.group, ranks.device, "gloo"),
         Stats.zeros(ranks.rank, 2),
     )
-    x, good = torch.ones(2, 8), torch.tensor([[0, 1], [2, 3]])
-    bad = torch.tensor([[0, 1], [7, -1]])
+    x = torch.ones(2, 8, device=ranks.device)
+    good = torch.tensor([[0, 1], [2, 3]], device=ranks.device)
+    bad = torch.tensor([[0, 1], [7, -1]], device=ranks.device)
     for inside, idx in (
         (first == "inside", good),
         (first != "inside", bad),

@@ -84,9 +84,8 @@ class CallPlan:
         return iter(made)
 
     def __len__(self) -> int:
-        return len(
-            Plan._fields
-        )  # a compiler asks, which goes through one from outside of its graph
+        """For compilers, which ask it of one from outside of their graph."""
+        return len(Plan._fields)
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage]
     def make_whole(self) -> None:
