@@ -224,7 +224,7 @@ def test_compilers_know_the_shapes(ranks: Ranks) -> None:
         leaves = gradients.Layer(case, ranks)
         with on_grid(2, 2), case.make(ranks) as ep:
             spec = [layout.value, int(exact), 1, -1]
-            tensors = ep._calls.order, leaves.x, None, leaves.idx, leaves.weights
+            tensors = ep._calls.order, None, leaves.x, None, leaves.idx, leaves.weights
             arguments = (*tensors, ep._calls.number, spec, 0, 0)
             torch.library.opcheck(
                 torch.ops.tokenyard.dispatch.default, arguments, test_utils="test_faketensor"

@@ -258,7 +258,7 @@ class RankRun:
             mine = torch.full(recv.topk_weights.shape, float("nan"))
             reduced = reduced_of(case)[self.rank]
             mine[: len(reduced)] = reduced
-            given["reduce_weights"] = in_arrival_order(mine, recv.handle)
+            given["reduce_weights"] = in_arrival_order(mine, recv.handle.plan, recv.handle.spec)
         elif way == "weighted":
             given["weights"] = recv.handle.arrived.weights
         elif way == "weighted by the owner":
