@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, known_picks, num_nodes, per_node
 from tokenyard.engines import obstacles
-from tokenyard.routing import power_of_two_at_least, tokens_in_ranks
+from tokenyard.routing import expert_share, power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``;
@@ -48,7 +48,7 @@ def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 
 
 def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    share, rest = divmod(num_experts, num_ranks)
+    share, rest = expert_share(num_experts, num_ranks)
     if rest:
         known = known_picks(inside, num_experts)
         return tokens_in_ranks(known, num_experts, num_ranks).contiguous()
