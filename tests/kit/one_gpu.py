@@ -8,12 +8,13 @@ cannot launch meanwhile. So no rank may do either while a peer's kernel waits fo
 - :func:`virtual_environment` makes CUDA load its own kernels at start and gives every stream a
   hardware queue;
 - before :meth:`VirtualMemory.gate` a rank allocates all that its call needs and has its kernels
-  loaded (:meth:`VirtualMemory.bind`); after it, it only launches;
+  loaded; after it, it only launches;
 - :meth:`VirtualMemory.allocate` lets no rank go before all have their memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 from rank_threads import Gate, run_threads
 from tokenyard.memory.cuda import DeviceMemory
 from tokenyard.memory.heap import Heap
-from tokenyard.memory.kernel_launch import Kernels, multiprocessors, wait_until
+from tokenyard.memory.kernel_launch import Kernels, Loaded, multiprocessors, wait_until
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.symmetric import Region
 from tokenyard.testing.one_process import BodyRun, Rank, run_in_process
@@ -37,6 +38,10 @@ ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGE
 
 MOST_RANKS = 32
 """Hardware queues of a GPU, and streams that torch has."""
+
+CARVEOUT = 9
+"""Of a kernel, in CUDA's header: the share of a multiprocessor's memory to prefer as shared, in
+per cent."""
 
 _T = TypeVar("_T")
 
@@ -54,6 +59,20 @@ def virtual_environment() -> None:
     os.environ.update(wrong)
 
 
+class AlikeKernels(Kernels):
+    """Kernels that all divide a multiprocessor's memory alike. One that divides it otherwise waits
+    until a multiprocessor is idle, and none is where kernels of all ranks wait for that one
+    (``docs/benchmarks/experiments-nvlink.md``, How a multiprocessor's memory is divided).
+    """
+
+    def _load(self, *what: Any) -> Loaded:
+        loaded, driver = super()._load(*what), ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuFuncSetAttribute(ctypes.c_void_p(loaded.function), CARVEOUT, 100)
+        if failed:
+            raise RuntimeError(f"cuFuncSetAttribute of {what[0].__name__} returned {failed}")
+        return loaded
+
+
 class VirtualWorld:
     """What ranks of one :func:`run_virtual_ranks` share on ``device``, which has an index."""
 
@@ -61,7 +80,7 @@ class VirtualWorld:
         self.world_size, self.device = world_size, device
         self.store = dist.HashStore()
         self.num_sms = max(1, multiprocessors(device) // world_size)
-        self.kernels = Kernels(device, self.num_sms)
+        self.kernels = AlikeKernels(device, self.num_sms)
         self._gates: dict[str, Gate] = {}
         self._closed: dict[str, list[list[Tensor]]] = {}
         self._lock = threading.Lock()
@@ -162,22 +181,6 @@ class VirtualMemory(DeviceMemory):
 
     def _meet(self, what: str, value: Any = None) -> list[Any]:
         return self._gate.meet(self.rank, what, self._timeout, value)
-
-    def bind(self, kernel: Any, grid: int, **options: Any) -> Callable[..., None]:
-        """See :class:`SymmetricMemory`. What a rank writes for one that is gone has run before the
-        rank comes to the gate: it did not start beside kernels of others that wait for what comes
-        behind it. (These take more shared memory; a launch that divides a multiprocessor's memory
-        otherwise may wait, as CUDA says of its cache configurations.)"""
-        launch = super().bind(kernel, grid, **options)
-        if kernel.fn.__module__ != "tokenyard.kernels.stand_in":
-            return launch
-
-        def launch_and_wait(*args: int) -> None:
-            launch(*args)
-            if not torch.cuda.is_current_stream_capturing():
-                self.wait_until(torch.cuda.current_stream(self.device).query, self._timeout)
-
-        return launch_and_wait
 
     def gate(self) -> None:
         """Wait until all ranks have come. PeerTimeout: one did not; PeerLost: one has ended. (Never
