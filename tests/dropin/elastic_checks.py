@@ -4,6 +4,7 @@ plain loops: for every engine.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -130,9 +131,10 @@ def by_expert(buffer: Any, world: Known, alignment: int, exact: bool) -> None:
     worked = recv_x.clone()
     worked[:num_rows] = blocks.work(recv_x[:num_rows])
     factors = torch.where(world.idx[rank] < 0, 0, world.idx[rank] % 3 + 1).sum(1, keepdim=True)
-    for terms, number in biases(world, rank):
+    unread = again[3]  # of the other, rows are found by the metadata that were read above
+    for (terms, number), each in product(biases(world, rank), (handle, unread)):
         total = world.x[rank].float() * factors + number * world.x[rank].flip(0).float()
-        out, reduced, _ = buffer.combine(worked, handle, topk_weights=weights, bias=terms)
+        out, reduced, _ = buffer.combine(worked, each, topk_weights=weights, bias=terms)
         assert torch.equal(out, total.to(torch.bfloat16))
         assert torch.equal(reduced, picked(world, rank))
     assert buffer.combine(worked, handle)[1] is None

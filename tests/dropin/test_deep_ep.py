@@ -134,6 +134,30 @@ def test_worst_case_rows(ranks: Ranks) -> None:
             assert torch.equal(again[:num_rows], exact) and len(again) == worst
 
 
+@distributed_test(world_size=2)
+def test_bounds_that_change_all_the_time(ranks: Ranks) -> None:
+    """Few native objects serve them; of the rows that they have, a caller gets what it asked for.
+    A refusal reaches the ranks in a call whose bound was rounded up.
+    """
+    rank, buffer, world = ranks.rank, deep_ep.Buffer(ranks.group), World.of(ranks, "uneven")
+    exact, idx, weights, _, known, _ = fresh(buffer, world)
+    rows = world.work(rank, exact)
+    want = buffer.combine(rows, known, topk_weights=weights)
+    tokens = len(world.idx[1])
+    for worst in range(2 * tokens, 2 * tokens + 97):
+        x, its_idx, its_weights, _, handle, _ = fresh(buffer, world, num_worst_tokens=worst)
+        assert len(x) == len(its_idx) == worst and torch.equal(x[: len(exact)], exact)
+        assert bool((its_idx[len(exact) :] == -1).all())
+        x[: len(exact)] = rows
+        out, out_weights, _ = buffer.combine(x, handle, topk_weights=its_weights)
+        assert torch.equal(out, want[0]) and torch.equal(out_weights, want[1])
+    assert len(buffer._natives._normal) <= 16
+    bad = {"topk_weights": world.weights[rank][:, :1]} if rank else {}
+    with pytest.raises(ValueError if rank else ty.PeerError, match="topk_weights"):
+        fresh(buffer, world, num_worst_tokens=2 * tokens + 90, **bad)
+    assert torch.equal(fresh(buffer, world, num_worst_tokens=2 * tokens + 91)[0][: len(idx)], exact)
+
+
 @distributed_test(world_size=4 if SOAK == 1 else (2, 4))
 def test_without_top_k(ranks: Ranks) -> None:
     """Layout tensors alone: the same rows and counts, no ids; the handle serves cached dispatches

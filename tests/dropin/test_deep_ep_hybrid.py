@@ -373,6 +373,7 @@ def test_construction(ranks: Ranks) -> None:
         num_of_ranks_per_nvlink_domain=1,
     )  # fmt: skip
     assert (old.num_of_nodes, old.node_rank, old.local_rank) == (2, ranks.rank, 0) and old.use_fp8
+    assert old.num_of_hybrid_ep_ranks_per_nvlink_domain == 1 and old.runtime.is_available()
     made = old.update_template_config(
         hidden_dim=256, max_num_of_tokens_per_rank=16, num_local_experts=None, use_fp8=False
     )
@@ -384,7 +385,12 @@ def test_construction(ranks: Ranks) -> None:
     titan.update_template_config(num_of_stages_dispatch_api=8, fuse_permute_dispatch=True)
     world = World.of(ranks, "few", EXPERTS)
     table, probs = maps(world, ranks.rank)
-    two = old.dispatch(world.x[ranks.rank], routing_map=table, probs=probs)
+    ragged = {"num_of_tokens_per_rank": 32}  # megatron.lite says it always
+    two = old.dispatch(world.x[ranks.rank], routing_map=table, probs=probs, **ragged)
+    given = {"hidden": world.x[ranks.rank], "routing_map": table, **ragged}
+    rows, *_, handle = titan.dispatch_with_permute(**given)
+    sums = titan.combine_with_unpermute(hidden=rows, handle=handle, non_blocking=True)[0]
+    assert torch.equal(sums.float(), world.x[ranks.rank].float() * table.sum(1, keepdim=True))
     assert two[1] is not None and two[1].shape[1] == 6
     assert torch.equal(old.combine(two[0], two[1], two[3])[1], probs)  # type: ignore[arg-type]
     plan = weakref.ref(two[3].native.plan.returns)

@@ -283,8 +283,12 @@ def test_calls_of_one_rank(ranks: Ranks) -> None:
                 ("group", wrong.to(None), ("Either 'group' or 'comm'",)),
                 *(
                     case
-                    for name in ("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank")
+                    for name in ("num_nvl_bytes", "num_rdma_bytes")
                     for case in wrong.wholes(name, -1)
+                ),
+                *(
+                    ("num_qps_per_rank", wrong.to(value), ("num_qps_per_rank",))
+                    for value in (-1, -1.0, 2.5, float("nan"), "24", [4], True, None)
                 ),
                 *wrong.flags(
                     "low_latency_mode",

@@ -79,7 +79,8 @@ class Buffer(decode.LowLatencyState):
         self.low_latency_mode = flag("low_latency_mode", low_latency_mode)
         self.explicitly_destroy = flag("explicitly_destroy", explicitly_destroy)
         self.enable_shrink, self.nvshmem_qp_depth = flag("enable_shrink", enable_shrink), 1024
-        whole("num_qps_per_rank", num_qps_per_rank)
+        qps: Any = num_qps_per_rank  # rtp-llm divides the experts by the ranks
+        whole("num_qps_per_rank", int(qps) if isinstance(qps, float) and qps.is_integer() else qps)
         flag("allow_nvlink_for_low_latency_mode", allow_nvlink_for_low_latency_mode)
         flag("allow_mnnvl", allow_mnnvl)
         flag("use_fabric", use_fabric)

@@ -25,6 +25,16 @@ class EPHandle(CoreHandle):
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
 
+    @property
+    def topk_idx(self) -> Tensor:
+        """Ids of the dispatch ``[T, K]``, or a copy of them; or what a caller has put there, which
+        changes no call."""
+        return self._topk_idx
+
+    @topk_idx.setter
+    def topk_idx(self, ids: Tensor) -> None:
+        self._topk_idx = ids
+
 
 class ElasticBuffer(CoreBuffer):
     """Dispatch and combine with the names of DeepEP V2.1, on any group of any size, CPU and CUDA

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tokenyard import autograd, gradients
 from tokenyard.arguments import MOST_EXPERTS
-from tokenyard.deep_ep import decode, inputs, native_calls, normal
+from tokenyard.deep_ep import decode, elastic_metadata, inputs, native_calls, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.elastic_metadata import Changed
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import array, flag, likely, whole
@@ -179,6 +180,11 @@ def check_cached(
             f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
             f"dispatch that made the handle"
         )
+    if bool(handle.do_expand) is not handle.was_expanded:
+        raise ValueError(
+            f"do_expand of the handle ({handle.do_expand!r}) was {handle.was_expanded} in the "
+            f"dispatch, which is repeated as it was: set it back (combine takes either)"
+        )
     return handle
 
 
@@ -192,6 +198,8 @@ def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
 
 def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
     """Rows, weights and bias of a combine; returns the terms of the bias."""
+    if not handle.as_dispatched():
+        return elastic_metadata.check_combine(x, handle, topk_weights, bias)
     if not handle.do_expand:
         return normal.check_combine(x, handle.inner, topk_weights, bias)
     terms = normal.check_combine(x, handle.inner, None, bias)
@@ -287,10 +295,16 @@ def redispatch(
 
 
 def combine(
-    x: Tensor, inner: NormalHandle, weights: Tensor | None, terms: tuple[Tensor, ...]
+    x: Tensor,
+    inner: NormalHandle,
+    weights: Tensor | None,
+    terms: tuple[Tensor, ...],
+    changed: Changed | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and its weights, of whatever layout."""
     native = inner.native
+    if changed is not None:
+        return elastic_metadata.combine(x, inner, weights, terms, changed)
     if weights is None or native.layout is Layout.FLAT:
         return normal.combine(x, inner, weights, terms)
     reduce = gradients.by_arrival(weights.float(), native.plan, native.spec, None)

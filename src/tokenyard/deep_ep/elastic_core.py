@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
-from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
+from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_metadata, inputs
 from tokenyard.deep_ep.elastic_calls import Routing, When
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
@@ -353,6 +353,7 @@ class CoreBuffer:
             raise self._refused_known(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
-        given = x, inner, topk_weights, terms
+        changed = None if handle.as_dispatched() else elastic_metadata.changed(handle)
+        given = x, inner, topk_weights, terms, changed
         result, event = self._streams.run(elastic_calls.combine, given, x, after, later, inner)
         return *result, event

@@ -4,7 +4,7 @@ reads them: reading asks nobody."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,11 +62,15 @@ class CoreHandle:
     Good for any number of calls, in any order, on any buffer of its generation and group, until
     the buffer that made it is destroyed.
 
+    As in DeepEP, combine finds rows by ``recv_src_metadata`` and ``do_expand``, which a caller may
+    change (in a ``copy.copy()``, say): to have summed the rows of each token itself, for instance.
+
     Attributes:
         source: the call that returns such, for errors.
         inner: the native handle, as ``Buffer`` holds one.
         received: the ids that arrived.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        was_expanded: ``do_expand`` of the dispatch, whatever it was changed to.
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
 
@@ -83,7 +87,10 @@ class CoreHandle:
     ) -> None:
         self.received = received
         self.inner, self._exact, self._scaleup = inner, shape.do_cpu_sync, num_scaleup_ranks
-        self.do_expand, self.num_experts = shape.do_expand, shape.num_experts
+        self.do_expand = self.was_expanded = shape.do_expand
+        self.num_experts = shape.num_experts
+        self._metadata: Any = None
+        self._metadata_was = 0, 0  # address and version
         self.expert_alignment, self.num_sms = shape.expert_alignment, shape.num_sms
         self.num_max_tokens_per_rank = shape.num_max_tokens_per_rank
         self._topk_idx = topk_idx
@@ -129,7 +136,7 @@ class CoreHandle:
         if self._exact:
             counts = self.inner.received()
         else:
-            source = self._arrived[0] if self.do_expand else native.arrived.source
+            source = self._arrived[0] if self.was_expanded else native.arrived.source
             if self._scaleup == size:  # few launches, as graphs of decoding hold them
                 ends = torch.arange(_RANK, (size + 1) * _RANK, _RANK, device=source.device)
                 in_order = source & torch.iinfo(torch.int64).max  # those of nobody come last
@@ -142,7 +149,7 @@ class CoreHandle:
         """Rows of the local experts up to each, aligned: int32 ``[L]``. With ``do_expand`` those
         before it, aligned, and its own, unaligned."""
         counts = self.num_unaligned_recv_tokens_per_expert
-        if self.do_expand:
+        if self.was_expanded:
             offsets = self._native().arrived.expert_offsets
             return offsets[:-1] + counts
         if self.expert_alignment > 1:
@@ -156,11 +163,33 @@ class CoreHandle:
         """Rows of each local expert: int32 ``[L]``."""
         return self._native().arrived.tokens_per_expert
 
-    @cached_property
+    @property
     def recv_src_metadata(self) -> Tensor:
         """Of each received token: int32 ``[N, 2 + K]``. Its global index (source rank * M + token);
         source rank * K + its first pick of a local expert; with ``do_expand`` the row of each pick,
         -1 for none (else -1)."""
+        if self._metadata is None:
+            self._metadata = made = self.metadata_as_made()
+            self._metadata_was = _state_of(made)
+        return self._metadata
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, given: Any) -> None:
+        self._metadata = given
+
+    def as_dispatched(self) -> bool:
+        """Whether rows can only come back as the dispatch brought them. With ``do_expand`` whoever
+        has read ``recv_src_metadata`` may have changed it, in kernels that no one sees."""
+        if bool(self.do_expand) is not self.was_expanded:
+            return False
+        given: Any = self._metadata
+        if given is None:
+            return True
+        same = isinstance(given, Tensor) and _state_of(given) == self._metadata_was
+        return same and not self.was_expanded
+
+    def metadata_as_made(self) -> Tensor:
+        """``recv_src_metadata`` as the dispatch left it."""
         source, picks, rows = self._arrived
         rank = torch.where(source < 0, -1, source >> 32)
         num_picks = self.inner.ep.config.num_topk
@@ -194,26 +223,45 @@ class CoreHandle:
         return native
 
     @property
+    def num_arrived(self) -> int:
+        """Rows that came, each token once, and room for more with static shapes."""
+        native = self.inner.native
+        return len(native.plan.slots) if self.was_expanded else native.num_rows
+
+    def places(self) -> Tensor | None:
+        """Which of these each row of ``recv_src_metadata`` is about; None: they are in order."""
+        if self._exact or not self.was_expanded:
+            return None
+        slots = self._native().plan.slots
+        nobody = slots[:, 0] < 0 if slots.shape[1] else slots.new_ones(len(slots), dtype=torch.bool)
+        order = torch.sort(nobody.to(torch.uint8), stable=True).indices
+        return order[: self.num_recv_tokens]
+
+    @property
     def _arrived(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of received tokens, by source rank and then token, those of nobody last: source as in
         ``Received.source`` ``[N]``, first local pick ``[N]``, rows of the picks ``[N, K]``."""
         native = self._native()
         plan, arrived, config = native.plan, native.arrived, self.inner.ep.config
-        if not self.do_expand:
+        if not self.was_expanded:
             first = (self.received.known() >= 0).to(torch.uint8).argmax(1)
             none = first.new_full((native.num_rows, config.num_topk), -1)
             return arrived.source, first, none
         slots, picks = plan.slots, plan.picks
         if not slots.shape[1]:  # a rank without experts: nobody's rows only
             slots, picks = slots.new_full((len(slots), 1), -1), picks.new_zeros((len(slots), 1))
-        if not self._exact:
-            order = torch.sort((slots[:, 0] < 0).to(torch.uint8), stable=True).indices
-            order = order[: self.num_recv_tokens]
+        order = self.places()
+        if order is not None:
             slots, picks = slots[order], picks[order]
         source = take_values(arrived.source, slots[:, 0], -1)
         rows = slots.new_full((slots.shape[0], config.num_topk + 1), -1)
         rows.scatter_(1, torch.where(slots < 0, config.num_topk, picks), slots)
         return source, picks[:, 0], rows[:, : config.num_topk]
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """Where it is, and how often it was changed as far as torch knows."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def most_rows(num_tokens: int, num_topk: int, num_local: int, alignment: int) -> int:

@@ -17,13 +17,15 @@ from tokenyard.deep_ep.hybrid_config import BufferConfig, changed, check_old, ra
 from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle, indices_to_map
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
+from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.header import CACHED, COMBINE
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-OLD = {"num_dispatched_tokens": "", "use_host_meta": ""}
-"""Arguments of older versions of the branch. The second is the reverse of ``non_blocking``."""
+OTHER = {"num_dispatched_tokens": "", "use_host_meta": "", "num_of_tokens_per_rank": ""}
+"""Arguments of other versions of the branch. The second is the reverse of ``non_blocking``; the
+last is what ranks with fewer tokens are padded to, which nobody is here."""
 
 
 class HybridEPBuffer:
@@ -44,6 +46,7 @@ class HybridEPBuffer:
 
     Attributes:
         configurer: its ``buffer_config`` has the numbers given; ``config`` is the same.
+        runtime: says that there is one, as of ``Buffer``.
 
     Raises:
         ValueError: a bad argument. Calls raise it before anything moves, and then other ranks that
@@ -82,11 +85,13 @@ class HybridEPBuffer:
             sms("num_sms_combine_api", num_sms_combine_api),
             sms("num_sms_preprocessing_api", num_sms_preprocessing_api),
         )
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = per_node
         self.local_rank, self.node_rank = self.rank % per_node, self.rank // per_node
         self.num_of_nodes, self.use_fp8 = config.num_of_nodes, config.use_fp8
         self.config, self.configurer = config, SimpleNamespace(buffer_config=config)
         self._streams = Streams()
         self._natives = Natives(group, self.rank, self.group_size, 0)
+        self.runtime = Runtime(self.rank, self.group_size, self._streams)
 
     def empty_jit_cache(self) -> None:
         """Nothing: there is no such cache."""
@@ -166,6 +171,7 @@ class HybridEPBuffer:
         handle: tuple[Any, ...] | None = None,
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
+        non_blocking: bool = False,
         **old: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token, back at its owner, without weights. Collective.
@@ -175,13 +181,15 @@ class HybridEPBuffer:
             probs: ``[N]`` float, brought back beside (as gradients of weights are).
             handle: of that dispatch; good for any number of calls, in any order.
             pad_multiple: that of the dispatch, or None.
+            fuse_unpermute_combine, non_blocking: change nothing.
 
         Returns:
             ``[T, H]`` in the dtype of ``hidden``; float32 ``[T, E]``, 0 where a token has no row,
                 or None.
         """
         try:
-            _waiting(old, False)
+            _waiting(old, non_blocking)
+            flag("non_blocking", non_blocking)
             flag("fuse_unpermute_combine", fuse_unpermute_combine)
         except inputs.REFUSED as error:
             raise self._natives.refused_with(error, handle, HybridHandle, COMBINE) from None
@@ -201,11 +209,13 @@ class HybridEPBuffer:
         num_dispatched_tokens_tensor: Tensor | None = None,
         num_dispatched_tokens: int | None = None,
         handle: tuple[Any, ...] | None = None,
+        num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, HybridHandle]:
         """Send each token once to every rank that holds one of its experts. Collective.
 
         Args:
             num_dispatched_tokens: (and its tensor) ignored: the rows that come are counted.
+            num_of_tokens_per_rank: ignored: nobody is padded.
             others: as in :meth:`dispatch_with_permute`.
 
         Returns:
@@ -293,6 +303,6 @@ def _checked(handle: Any, kind: type[HybridHandle], group: Any) -> Any:
 
 def _waiting(old: dict[str, Any], non_blocking: Any) -> Any:
     """``non_blocking``, or what an ``old`` argument says instead."""
-    inputs.check_fork("HybridEPBuffer's call", old, OLD)
+    inputs.check_fork("HybridEPBuffer's call", old, OTHER)
     told = old.get("use_host_meta")
     return non_blocking if told is None else not flag("use_host_meta", told)

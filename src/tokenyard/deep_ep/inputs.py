@@ -165,7 +165,8 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(x, Tensor):
         if x.dtype in QUANTIZED_DTYPES:
             raise ValueError(
-                f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S])"
+                f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S]) "
+                f"(ones [T, 1] if its rows have none)"
             )
         table("x", x, "[T, H]", FLOAT_DTYPES)
         _check_place("x", x)
@@ -208,6 +209,11 @@ def check_tokens(x: Tensor, name: str, most: int) -> None:
 def columns(value: Any) -> int | None:
     """Of a tensor with two dimensions; None if it has none."""
     return value.shape[1] or None if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def length(value: Any) -> int | None:
+    """Rows of a tensor; None if it has none."""
+    return len(value) if isinstance(value, Tensor) and value.dim() else None
 
 
 def place(value: Any) -> torch.device | None:
@@ -279,14 +285,14 @@ def check_rows_again(name: str, data: Tensor, handle: LazyTuple) -> None:
     """Rows of a dispatch along the routing of a ``handle``."""
     native = handle.native
     shape, device = (native.num_tokens, handle.ep.config.hidden), native.plan.returns.device
-    meaning = "the shape [T, H] that the handle was made for"
+    meaning = "the shape [T, H] that the handle was made for, of one H"
     array(name, data, meaning, shape, (data.dtype,), device, "the handle")
 
 
 def check_rows_back(name: str, rows: Any, handle: LazyTuple, num_rows: int) -> None:
     """Rows of a combine."""
     shape, device = (num_rows, handle.ep.config.hidden), handle.native.plan.returns.device
-    meaning = "the rows [N, H] that the dispatch brought"
+    meaning = "the rows [N, H] that the dispatch brought, of one H"
     array(name, rows, meaning, shape, FLOAT_DTYPES, device, "the handle")
 
 

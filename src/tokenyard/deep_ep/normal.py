@@ -114,14 +114,19 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
     if topk_weights is not None:
         shape = rows, config.num_topk
         inputs.array("topk_weights", topk_weights, "[N, K]", shape, FLOAT_DTYPES, x.device)
+    return check_bias(bias, handle, x.device)
+
+
+def check_bias(bias: Any, handle: NormalHandle, device: torch.device) -> tuple[Tensor, ...]:
+    """What is added to the sums: nothing, a tensor or a pair of them; returns these."""
     terms: tuple[Any, ...] = () if bias is None else (bias,)
     if isinstance(bias, (tuple, list)):
         terms = tuple(bias)  # pyright: ignore
     if len(terms) > 2 or (bias is not None and not terms):
         raise ValueError(f"bias has {len(terms)} tensors, but must be one [T, H] or a pair of them")
-    shape = native.num_tokens, config.hidden
+    shape = handle.native.num_tokens, handle.ep.config.hidden
     for term in terms:
-        inputs.array("bias", term, "[T, H]", shape, FLOAT_DTYPES, x.device)
+        inputs.array("bias", term, "[T, H]", shape, FLOAT_DTYPES, device)
     return terms
 
 
@@ -138,10 +143,11 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
         if type(routing.worst) is not int or routing.worst:
             worst = likely("num_worst_tokens", routing.worst, error)
             bound = None if worst is None else -(-worst // size)
-    ep = natives.whom_normal((inputs.columns(data), experts, picks, bound, inputs.place(data)))
-    return natives.refused(
-        error, ep, DISPATCH, ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
-    )
+    guess = inputs.columns(data), experts, picks, bound, inputs.place(data)
+    static = type(routing.worst) is int and routing.worst > 0
+    ep = natives.whom_normal(natives.static(guess) if static else guess)
+    exact = ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
+    return natives.refused(error, ep, DISPATCH, exact and not static)
 
 
 def dispatch(
@@ -167,8 +173,10 @@ def dispatch(
         assert in_ranks is not None
         ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
         picks, num_experts = torch.where(in_ranks, ranks, -1), size
-    bound = -(-worst // size) if worst else MAX_TOKENS
-    ep = natives.normal((data.shape[1], num_experts, picks.shape[1], bound, data.device))
+    sizes = data.shape[1], num_experts, picks.shape[1], MAX_TOKENS, data.device
+    if worst:
+        sizes = natives.static((*sizes[:3], -(-worst // size), data.device))
+    ep = natives.normal(sizes, bounded=sizes[3] != MAX_TOKENS)
     shape = Layout.FLAT, not worst, 1, None
     recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
     native = recv.handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -100,7 +101,7 @@ class GlooTransport:
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
                 f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) "
-                f"{names} [{_gist(error)}]. {ADVICE}",
+                f"{names} [{_gist(error)}]. {_lack_of_files(len(self._peers)) or ADVICE}",
                 missing[0] if missing else -1,
             ) from error
         except BaseException as error:
@@ -337,6 +338,21 @@ def _connection(store: Any) -> Generator[Any]:
     apart = store.clone() if apart is None else apart
     yield apart
     idle.append(apart)
+
+
+def _lack_of_files(num_peers: int) -> str:
+    """What to do if this process has hardly any file descriptors left; empty: it has."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = most
+    if most < 0 or most - used > 16 + 4 * num_peers:
+        return ""
+    return (
+        f"This process has {used} of its {most} file descriptors open: raise `ulimit -n`, or close "
+        f"objects that are not used any more"
+    )
 
 
 def _gist(error: RuntimeError) -> str:
