@@ -64,6 +64,11 @@ class Later:
         """Finish the receive of a call made with ``return_hook=True``; the same as :meth:`wait`."""
         self.wait()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which is of the result: one call cannot be finished twice."""
+        self.wait()
+        return self.__dict__ | {"_work": None}
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or self.__dict__.get("_finish") is None:
             raise AttributeError(

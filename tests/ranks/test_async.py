@@ -4,7 +4,9 @@ many may be open.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import signal
 import time
 from typing import Any
@@ -37,6 +39,27 @@ def test_results_are_those_of_a_waiting_call(
         want = case.combined(ranks.rank)
         check_combined(later.x, case, ranks.rank, want.x)  # reading waits
         later.wait()
+
+
+def pickled(result: Any) -> Any:
+    """What a file would give back."""
+    return pickle.loads(pickle.dumps(result))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+@distributed_test(world_size=2)
+def test_a_copy_is_of_the_result(ranks: Ranks, copied: Any) -> None:
+    """Of a result that nobody has waited for."""
+    case = Case(ranks.world_size, num_tokens=20)
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case, async_op=True)
+        for each in (copied(recv), recv):
+            check_received(each, case, ranks.rank)
+        rows = rows_to_combine(recv, case, ranks.rank)
+        later = ep.combine(rows, recv.handle, async_op=True)
+        want = case.combined(ranks.rank)
+        for sums in (copied(later), later):
+            check_combined(sums.x, case, ranks.rank, want.x)
 
 
 @distributed_test(world_size=3, engine=ENGINES)
