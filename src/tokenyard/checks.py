@@ -16,7 +16,7 @@ from tokenyard.engines.base import Engine
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES, given
 from tokenyard.handle import Handle, Spec
-from tokenyard.rows import Payload, flat_rows
+from tokenyard.rows import Payload, flat_rows, overlaps_itself
 from tokenyard.transforms import is_followed
 from tokenyard.types import (
     FLOAT_DTYPES,
@@ -375,9 +375,10 @@ def check_bias_and_out(bias: Any, out: Any, rows: Tensor, num_tokens: int) -> tu
         _dense("bias", term, shape, FLOAT_DTYPES, rows.device)
     if out is not None:
         _dense("out", out, shape, (rows.dtype,), rows.device)
-        if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+        if overlaps_itself(out):
             raise ValueError(
-                "out has elements that share memory (stride 0): give it memory of its own"
+                f"out has elements that share memory (shape {list(out.shape)}, strides "
+                f"{list(out.stride())}): give each memory of its own"
             )
     return terms
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,22 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if not one.numel() or not other.numel():
         return False
     return one.data_ptr() < end(other) and other.data_ptr() < end(one)
+
+
+def overlaps_itself(matrix: Tensor) -> bool:
+    """Whether two elements lie at the same place.
+
+    >>> overlaps_itself(torch.zeros(9).as_strided((3, 4), (2, 1)))
+    True
+    >>> overlaps_itself(torch.zeros(8).as_strided((2, 3), (3, 2)))
+    False
+    """
+    if matrix.is_contiguous():
+        return False
+    (rows, columns), down, right = matrix.shape, *map(int, matrix.stride())
+    both = gcd(down, right) or 1
+    # so many steps down lead as far as so many to the right
+    return matrix.numel() > 1 and rows > right // both and columns > down // both
 
 
 @dataclass(frozen=True, slots=True)

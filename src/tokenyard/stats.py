@@ -112,8 +112,12 @@ class Stats:
             ValueError: a label cannot be called that.
         """
         for name in labels:
-            if name in _LABELS or not (name.isascii() and name.isidentifier()):
-                raise ValueError(f"label {name!r} must be a word, and none of {', '.join(_LABELS)}")
+            known = name in _LABELS or name.startswith("__")  # these are Prometheus' own
+            if known or not (name.isascii() and name.isidentifier()):
+                raise ValueError(
+                    f"label {name!r} must be a word without __ before it, and none of "
+                    f"{', '.join(_LABELS)}"
+                )
         lines: list[str] = []
         for metric, own, value in self._totals():
             if not any(line.startswith(f"{metric}{{") for line in lines[-1:]):

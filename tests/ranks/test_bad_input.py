@@ -357,6 +357,7 @@ COMBINE: dict[str, list[Bad]] = {
         bad("out is on meta", lambda o: {"out": o.x.to(META)}),
         bad("out=|no_grad", lambda o: {"out": o.x.clone().requires_grad_()}),
         bad("out|memory", lambda o: {"out": o.x[:1].clone().expand(T, H)}),
+        bad("out|strides [3, 1]", lambda o: {"out": o.x.clone().as_strided((T, H), (3, 1))}),
         bad(
             "engine 'collective'|in_place|nvlink",
             lambda o: {"in_place": True},

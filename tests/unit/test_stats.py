@@ -120,6 +120,6 @@ def test_waits_and_totals_as_prometheus_reads_them() -> None:
         f'tokenyard_wait_seconds_total{{{mine},for="dispatch, counts",source="0"}} 0.5',
         f'tokenyard_wait_seconds_total{{{mine},for="dispatch, counts",source="1"}} 0.0',
     ]
-    for name in ("rank", "source", "a b", "1st", "\u00e4"):
+    for name in ("rank", "source", "a b", "1st", "\u00e4", "__name__"):
         with pytest.raises(ValueError, match="must be a word"):
             before.prometheus(**{name: "1"})
