@@ -45,6 +45,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["path", *options]) == 0
         shim = Path(capsys.readouterr().out.strip())
         assert shim == GENERATIONS[generation].path and (shim / "deep_ep" / "__init__.py").exists()
+    assert main(["--help"]) == main(["-h"]) == 0
+    assert capsys.readouterr().out.count("usage: ") == 2
     for wrong in ([], ["run"], ["walk", "x.py"], ["path", "x"], ["run", "--generation", "2"]):
         assert main(wrong) == 2
         assert "] SCRIPT" in capsys.readouterr().err

@@ -33,6 +33,9 @@ def _generation(arguments: list[str]) -> tuple[str, list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the program; returns only if there is none."""
+    if list(arguments) in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
     name, rest = _generation(list(arguments[1:]))
     try:
         shim = known(name).path
