@@ -132,7 +132,8 @@ class Calls:
     def combine(self, number: int, recv: ty.Received | None = None, **options: Any) -> Any:
         number %= len(self._batches)
         handle = (recv or self._received[number]).handle
-        return self.ep.combine(self._rows[number], handle, weighted=True, **options)
+        combine: Any = self.ep.combine
+        return combine(self._rows[number], handle, weighted=True, **options)
 
     def pair(self, number: int) -> None:
         self.combine(number, self.dispatch(number))

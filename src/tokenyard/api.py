@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,13 @@ from tokenyard.limits import most_result_bytes
 from tokenyard.memory.symmetric import MemoryGroup
 from tokenyard.recovery import Recoverable
 from tokenyard.rendezvous import agree, check_group, group_store, place_in, ranks_sharing
-from tokenyard.results import Combined, Received
+from tokenyard.results import Combined, CombineOptions, Received
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
 from tokenyard.types import Layout, Quantize, Quantized
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger("tokenyard")
 _MOST_SAID = 200  # characters of an error that other ranks are told
@@ -211,39 +214,34 @@ class ExpertParallel(Recoverable):
 
     @overload
     def combine(
-        self,
-        x: Tensor,
-        handle: Handle,
-        *,
-        weighted: bool = False,
-        topk_weights: Tensor | None = None,
-        reduce_weights: None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-        in_place: bool = False,
-        async_op: Literal[False] = False,
-        after: Waitable | None = None,
-        return_hook: Literal[False] = False,
-        options: CallOptions | None = None,
-    ) -> Tensor: ...
+        self, x: Tensor, handle: Handle, *, async_op: Literal[False] = False,
+        return_hook: Literal[False] = False, reduce_weights: None = None,
+        **how: Unpack[CombineOptions],
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def combine(
-        self,
-        x: Tensor,
-        handle: Handle,
-        *,
-        weighted: bool = False,
-        topk_weights: Tensor | None = None,
-        reduce_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-        in_place: bool = False,
-        async_op: bool = False,
-        after: Waitable | None = None,
-        return_hook: bool = False,
-        options: CallOptions | None = None,
-    ) -> Tensor | Combined: ...
+        self, x: Tensor, handle: Handle, *, async_op: Literal[True], return_hook: bool = False,
+        reduce_weights: Tensor | None = None, **how: Unpack[CombineOptions],
+    ) -> Combined: ...  # fmt: skip
+
+    @overload
+    def combine(
+        self, x: Tensor, handle: Handle, *, async_op: bool = False, return_hook: Literal[True],
+        reduce_weights: Tensor | None = None, **how: Unpack[CombineOptions],
+    ) -> Combined: ...  # fmt: skip
+
+    @overload
+    def combine(
+        self, x: Tensor, handle: Handle, *, async_op: bool = False, return_hook: bool = False,
+        reduce_weights: Tensor, **how: Unpack[CombineOptions],
+    ) -> Combined: ...  # fmt: skip
+
+    @overload
+    def combine(
+        self, x: Tensor, handle: Handle, *, async_op: bool = False, return_hook: bool = False,
+        reduce_weights: Tensor | None = None, **how: Unpack[CombineOptions],
+    ) -> Tensor | Combined: ...  # fmt: skip
 
     def combine(
         self,

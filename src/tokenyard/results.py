@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from tokenyard.call_queue import Waitable, Work
+from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.errors import afresh
 from tokenyard.formats import scales_received
 from tokenyard.handle import Handle
@@ -146,6 +147,18 @@ def rows_of_experts(handle: Handle) -> list[int]:
     known: list[int] = handle.plan.splits.tolist()  # pyright: ignore[reportUnknownVariableType]
     del known[: len(known) - handle.arrived.tokens_per_expert.numel()]
     return known
+
+
+class CombineOptions(TypedDict, total=False):
+    """Arguments of ``ExpertParallel.combine`` on which the kind of its result does not depend."""
+
+    weighted: bool
+    topk_weights: Tensor | None
+    bias: Tensor | tuple[Tensor, Tensor] | None
+    out: Tensor | None
+    in_place: bool
+    after: Waitable | None
+    options: CallOptions | None
 
 
 class Combined(Later):

@@ -23,6 +23,7 @@ EXTRAS = {
 """Of files of a folder; others have none."""
 MODULES = {"nvidia-ml-py": "pynvml", "megatron-core": "megatron", "pytest": "_pytest"}
 """Where a module is not called as its project."""
+WITH_TORCH = {"typing_extensions"}
 
 
 def declared(extras: tuple[str, ...]) -> set[str]:
@@ -30,7 +31,8 @@ def declared(extras: tuple[str, ...]) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][each] for each in extras)]
     names = {re.split(r"[^\w.-]", line)[0] for each in lists for line in each}
-    return {MODULES.get(name, name) for name in names} | {"tokenyard", *sys.stdlib_module_names}
+    brought = {MODULES.get(name, name) for name in names} | WITH_TORCH
+    return brought | {"tokenyard", *sys.stdlib_module_names}
 
 
 def imported(path: Path) -> set[str]:

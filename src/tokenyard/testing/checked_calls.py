@@ -199,7 +199,8 @@ def engine_calls(ep: ty.ExpertParallel, case: Case, batches: Sequence[Batch]) ->
         return ep.dispatch(sent[number], handle=handles[number], quantize=mode, **view)
 
     def combine(number: int) -> Any:
-        return ep.combine(rows[number], handles[number], **weighted)
+        make: Any = ep.combine
+        return make(rows[number], handles[number], **weighted)
 
     handles, rows = list[ty.Handle](), list[Tensor]()
     for _ in range(2):  # handles of an object that has made its heap, and knows how many rows come
