@@ -1,10 +1,12 @@
 """A forked child has its parent's objects and sockets, but not their threads: there every object is
 out of use, and calls raise at once. Nothing that it holds is ever destroyed there: gloo would wait
-for threads that the child lacks, and shut down the parent's connections, which aborts then."""
+for threads that the child lacks, and shut down the parent's connections, which aborts then. Nor is
+the parent's garbage collected there, as it may be connections that were closed in order."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from typing import Any
 from weakref import WeakSet
@@ -51,6 +53,8 @@ def _in_child() -> None:
     _watched.clear()  # a child of this one has nothing to do with them
     for thing in things:
         thing.disown(why)
+    if things or dist.is_initialized():
+        gc.freeze()
     if things and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
             _inherited.add(id(group))

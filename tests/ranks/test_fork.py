@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import tokenyard as ty
@@ -173,6 +174,24 @@ def test_a_child_that_lets_go(ranks: Ranks, way: str) -> None:
     ep.close()
     with make(ranks) as new:
         assert_works(ranks, new)
+
+
+@distributed_test(world_size=2)
+def test_garbage_of_the_parent(ranks: Ranks) -> None:
+    """Connections that were closed in order, but that the parent has not collected yet."""
+    gc.disable()
+    try:
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        garbage: list[Any] = [group]
+        garbage.append(garbage)
+        del group, garbage
+        with make(ranks) as ep:
+            assert in_child(lambda: gc.collect() >= 0) == "True"
+            assert_works(ranks, ep)
+    finally:
+        gc.enable()
 
 
 def test_a_child_that_comes_to_its_end(tmp_path: Path) -> None:
