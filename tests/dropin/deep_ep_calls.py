@@ -9,10 +9,11 @@ from tokenyard import deep_ep
 
 
 def fresh(buffer: deep_ep.Buffer, world: World, **changes: Any) -> tuple[Any, ...]:
-    """Layout and dispatch of this rank's tokens, with weights."""
+    """Layout (or the ``layout`` given) and dispatch of this rank's tokens, with weights."""
     rank = buffer.rank
-    idx = changes.pop("topk_idx", world.idx[rank])
-    per_rank, per_node, per_expert, in_ranks, _ = buffer.get_dispatch_layout(idx, world.num_experts)
+    idx, layout = changes.pop("topk_idx", world.idx[rank]), changes.pop("layout", None)
+    layout = layout or buffer.get_dispatch_layout(idx, world.num_experts)
+    per_rank, per_node, per_expert, in_ranks, _ = layout
     arguments = {
         "x": world.x[rank],
         "topk_idx": idx,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -135,27 +136,40 @@ def test_worst_case_rows(ranks: Ranks) -> None:
 
 
 @distributed_test(world_size=2)
-def test_bounds_that_change_all_the_time(ranks: Ranks) -> None:
-    """Few native objects serve them; of the rows that they have, a caller gets what it asked for.
-    A refusal reaches the ranks in a call whose bound was rounded up.
-    """
+def test_refusals_among_several_bounds(ranks: Ranks) -> None:
+    """A refusal reaches the ranks in a call of the same ``num_worst_tokens``, and ranks whose
+    bounds differ say so: none gets fewer rows than came."""
     rank, buffer, world = ranks.rank, deep_ep.Buffer(ranks.group), World.of(ranks, "uneven")
-    exact, idx, weights, _, known, _ = fresh(buffer, world)
-    rows = world.work(rank, exact)
-    want = buffer.combine(rows, known, topk_weights=weights)
-    tokens = len(world.idx[1])
-    for worst in range(2 * tokens, 2 * tokens + 97):
-        x, its_idx, its_weights, _, handle, _ = fresh(buffer, world, num_worst_tokens=worst)
-        assert len(x) == len(its_idx) == worst and torch.equal(x[: len(exact)], exact)
-        assert bool((its_idx[len(exact) :] == -1).all())
-        x[: len(exact)] = rows
-        out, out_weights, _ = buffer.combine(x, handle, topk_weights=its_weights)
-        assert torch.equal(out, want[0]) and torch.equal(out_weights, want[1])
-    assert len(buffer._natives._normal) <= 16
-    bad = {"topk_weights": world.weights[rank][:, :1]} if rank else {}
-    with pytest.raises(ValueError if rank else ty.PeerError, match="topk_weights"):
-        fresh(buffer, world, num_worst_tokens=2 * tokens + 90, **bad)
-    assert torch.equal(fresh(buffer, world, num_worst_tokens=2 * tokens + 91)[0][: len(idx)], exact)
+    exact, least = fresh(buffer, world)[0], 2 * len(world.idx[1])
+    for worst in range(least, least + 12, 2):
+        fresh(buffer, world, num_worst_tokens=worst)
+    layout = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
+    bad: dict[str, dict[str, Any]] = {
+        "topk_weights": {"topk_weights": world.weights[rank][:, :1]},
+        "topk_idx": {"topk_idx": world.idx[rank][:, 0]},
+        "x has shape": {"x": world.x[rank][:, 0]},
+        "num_tokens_per_expert": {"num_tokens_per_expert": layout[2].float()},
+        "x is": {"num_worst_tokens": np.int64(least + 2), "x": world.x[rank].long()},
+    }
+    for words, changes in bad.items():
+        changes = {"num_worst_tokens": least + 2, **(changes if rank else {})}
+        with pytest.raises(ValueError if rank else ty.PeerError, match=words):
+            fresh(buffer, world, layout=layout, **changes)
+    with pytest.raises(ty.Mismatch, match="num_worst_tokens"):
+        fresh(buffer, world, num_worst_tokens=least + 20 + 4 * rank)
+    assert torch.equal(fresh(buffer, world, num_worst_tokens=least + 2)[0][: len(exact)], exact)
+
+
+@distributed_test(world_size=2)
+def test_one_row_too_few(ranks: Ranks) -> None:
+    """A bound that does not divide by the ranks holds for their sum."""
+    rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
+    idx, x = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 128, dtype=torch.bfloat16)
+    world = World.of(ranks, "uneven")
+    world.x[rank], world.idx[rank], world.weights[rank] = x, idx, torch.ones(5, 1)
+    with pytest.raises(ValueError, match=r"num_worst_tokens \(9\) must be at least 10"):
+        fresh(buffer, world, num_worst_tokens=9)
+    assert int((fresh(buffer, world, num_worst_tokens=10)[1] >= 0).sum()) == (0 if rank else 10)
 
 
 @distributed_test(world_size=4 if SOAK == 1 else (2, 4))

@@ -46,10 +46,12 @@ def whole(name: str, value: Any, least: int = 0, most: int = LARGEST, remedy: st
     return number
 
 
-def likely(name: str, value: Any, error: Exception, most: int = LARGEST) -> int | None:
-    """``value`` if other ranks are likely to have it: ``error`` is not about it, it is positive."""
+def likely(
+    name: str, value: Any, error: Exception, most: int = LARGEST, least: int = 1
+) -> int | None:
+    """``value`` if other ranks are likely to have it: ``error`` is not about it, it is in order."""
     try:
-        return None if name in str(error) else whole(name, value, 1, most)
+        return None if name in str(error) else whole(name, value, least, most)
     except ValueError:
         return None
 

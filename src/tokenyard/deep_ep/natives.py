@@ -40,9 +40,6 @@ TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 DEFAULT_TIMEOUT = 100.0
 FEWEST_RING_BYTES = 32 << 20
 
-EXACT_BOUNDS = 4
-"""Objects whose static shapes have just the tokens that were asked for; more are rounded up."""
-
 LOW_LATENCY_OBJECTS = 2
 """Objects that take turns: one call of each may be outstanding, and DeepEP allows two."""
 
@@ -107,16 +104,6 @@ class Natives:
             known = self._new_normal(self._normal, sizes, bounded)
         self.last_normal = known
         return known
-
-    def static(self, sizes: Any) -> Any:
-        """:data:`Sizes` of the object for static shapes of ``sizes``, or a :data:`Guess`. Programs
-        whose bound of tokens changes all the time make few objects, as each takes memory and
-        connections."""
-        *others, tokens, device = sizes
-        if sizes in self._normal or None in sizes:
-            return sizes
-        alike = sum([*each[:3], each[4]] == [*others, device] for each in self._normal)
-        return sizes if alike < EXACT_BOUNDS else (*others, rounded(tokens), device)
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
@@ -309,16 +296,6 @@ def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
     if known is not None or not made or None not in guess:
         return known
     return made[max(reversed(made), key=lambda sizes: sum(map(eq, sizes, guess)))]
-
-
-def rounded(tokens: int) -> int:
-    """The next of four numbers between each two powers of two.
-
-    >>> [rounded(tokens) for tokens in (1, 9, 4096, 4097)]
-    [1, 10, 4096, 5120]
-    """
-    step = 1 << max(0, tokens.bit_length() - 3)
-    return -(-tokens // step) * step
 
 
 def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:

@@ -77,7 +77,7 @@ def check_dispatch(
     else:
         inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
         tokens, size = data.shape[0], natives.world_size
-        if worst and -(-worst // size) < tokens:
+        if worst and worst < size * tokens:
             raise ValueError(
                 f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times "
                 f"the {tokens} tokens of this one: raise it on all ranks alike, or split the batch"
@@ -135,19 +135,19 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
     if handle is not None:
         return natives.refused_with(error, handle, NormalHandle, CACHED)
     size, data = natives.world_size, inputs.rows_of(x)
-    experts, picks, bound = size, size, MAX_TOKENS
+    experts, picks = size, size
+    worst = likely("num_worst_tokens", routing.worst, error, least=0)
     if routing.given_picks:
         given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
         experts = likely("num_tokens_per_expert", given, error, MOST_EXPERTS)
         picks = inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights)
-        if type(routing.worst) is not int or routing.worst:
-            worst = likely("num_worst_tokens", routing.worst, error)
-            bound = None if worst is None else -(-worst // size)
+    bound = None if worst is None else -(-worst // size) or MAX_TOKENS
     guess = inputs.columns(data), experts, picks, bound, inputs.place(data)
-    static = type(routing.worst) is int and routing.worst > 0
-    ep = natives.whom_normal(natives.static(guess) if static else guess)
-    exact = ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
-    return natives.refused(error, ep, DISPATCH, exact and not static)
+    ep = natives.whom_normal(guess)
+    exact = not worst
+    if worst is None:
+        exact = ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
+    return natives.refused(error, ep, DISPATCH, exact)
 
 
 def dispatch(
@@ -173,10 +173,9 @@ def dispatch(
         assert in_ranks is not None
         ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
         picks, num_experts = torch.where(in_ranks, ranks, -1), size
-    sizes = data.shape[1], num_experts, picks.shape[1], MAX_TOKENS, data.device
-    if worst:
-        sizes = natives.static((*sizes[:3], -(-worst // size), data.device))
-    ep = natives.normal(sizes, bounded=sizes[3] != MAX_TOKENS)
+    bound = -(-worst // size) if worst else MAX_TOKENS
+    sizes = data.shape[1], num_experts, picks.shape[1], bound, data.device
+    ep = natives.normal(sizes, bounded=bound != MAX_TOKENS)
     shape = Layout.FLAT, not worst, 1, None
     recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
     native = recv.handle
