@@ -158,6 +158,9 @@ def test_what_no_handle_can_say(ranks: Ranks) -> None:
         ({"recv_src_metadata": metadata[:, 1:]}, rows, r"must be \[N, 2 \+ K\]"),
         ({"recv_src_metadata": metadata.float()}, rows, "recv_src_metadata of the handle is float"),
         ({"recv_src_metadata": [1, 2]}, rows, "recv_src_metadata of the handle"),
+        ({"recv_src_metadata": metadata.to_sparse()}, rows, "must be dense"),
+        ({"recv_src_metadata": metadata.to("meta")}, rows, "on cpu, as the handle is"),
+        ({"do_expand": torch.tensor([True, False])}, rows, "do_expand of the handle .* must be Tr"),
         ({"recv_src_metadata": far}, rows, f"points to row {len(rows)}, but x has {len(rows)}"),
         ({"do_expand": False}, sums[1:], r"must be \[N, H\], as many as recv_src_metadata has"),
     ]
@@ -165,13 +168,108 @@ def test_what_no_handle_can_say(ranks: Ranks) -> None:
         changed = copy.copy(handle)
         for name, value in changes.items():
             setattr(changed, name, value if rank else getattr(handle, name))
-        if "do_expand" in changes:
+        if changes.get("do_expand") is False:
             changed.do_expand, given = False, given if rank else sums
         with pytest.raises(ValueError if rank else RuntimeError, match=words if rank else "rank 1"):
             buffer.combine(given, changed)
     changed = copy.copy(handle)
     changed.do_expand = False
-    with pytest.raises(ValueError, match="set it back"):
+    with pytest.raises(ValueError, match=r"do_expand \(False\) must be True here"):
         buffer.dispatch(world.x[rank], handle=changed, do_expand=False)
+    again = buffer.dispatch(world.x[rank], handle=changed, do_expand=True)[0]  # as it was
+    assert torch.equal(again, world.blocks(rank, 1).x)
+    with pytest.raises(ValueError, match=r"from 1 to 1073741823: .* in int32"):
+        fresh(buffer, world, num_max_tokens_per_rank=1 << 30)
     assert torch.equal(buffer.combine(rows, handle)[0], wanted(world, rank))
+    buffer.destroy()
+
+
+def numbered(rows: Tensor) -> Tensor:
+    """Rows that tell their places."""
+    return torch.arange(1.0, len(rows) + 1).to(rows.dtype)[:, None].expand_as(rows).contiguous()
+
+
+@distributed_test(world_size=2)
+def test_orders_one_after_the_other(ranks: Ranks) -> None:
+    """Metadata that take the memory of the first, with a version as theirs; and changes in place,
+    in inference mode too."""
+    buffer, world = made(ranks, ElasticBuffer), world_of(ranks, "uneven")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        rows, *_, handle, _ = fresh(buffer, world)
+        values = numbered(rows)
+        want = buffer.combine(values, handle)[0]
+        for _ in range(2):
+            order = torch.randperm(len(rows), generator=generator)
+            handle.recv_src_metadata = handle.recv_src_metadata[order]
+            values = values[order]
+        assert torch.equal(buffer.combine(values, handle)[0], want)
+    for infers in (False, True):
+        with torch.inference_mode(infers):
+            rows, *_, handle, _ = fresh(buffer, world)
+            values = numbered(rows)
+            want = buffer.combine(values, handle)[0]
+            handle.recv_src_metadata.copy_(handle.recv_src_metadata.flip(0))
+            assert torch.equal(buffer.combine(values.flip(0), handle)[0], want)
+    buffer.destroy()
+
+
+@distributed_test(world_size=2)
+def test_views_and_other_dtypes(ranks: Ranks) -> None:
+    """The first rows of the metadata are fewer rows, and int64 say what int32 do; weights sum as
+    those of a handle that nobody has changed, also at ids of other ranks."""
+    buffer, world = made(ranks, ElasticBuffer), world_of(ranks, "uneven")
+    for exact in (True, False):
+        rows, _, _, handle, _ = fresh(buffer, world, do_cpu_sync=exact)
+        count = len(world.rows[ranks.rank])
+        values, weights = (
+            numbered(rows),
+            torch.ones(len(rows), handle.recv_src_metadata.shape[1] - 2),
+        )
+        want = buffer.combine(values, handle, topk_weights=weights)
+        wide, first = copy.copy(handle), copy.copy(handle)
+        wide.recv_src_metadata = handle.recv_src_metadata.long()
+        got = buffer.combine(values, wide, topk_weights=weights)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        first.recv_src_metadata = handle.recv_src_metadata[: count - 1]
+        values[count - 1 :] = 0
+        want = buffer.combine(values, handle)[0]
+        assert torch.equal(buffer.combine(values[: count - 1], first)[0], want)
+    buffer.destroy()
+
+
+@distributed_test(world_size=2)
+def test_metadata_that_nobody_has_read(ranks: Ranks) -> None:
+    """They are worked out within the call, which comes behind ``previous_event``: not before."""
+    rank, buffer, world = ranks.rank, made(ranks, ElasticBuffer), world_of(ranks, "uneven")
+    rows, _, handle = expanded(buffer, world, 1, exact=True)
+    sums = summed(rows, copy.copy(handle).recv_src_metadata)
+    handle.do_expand = False
+    assert torch.equal(buffer.combine(sums, handle)[0], wanted(world, rank))
+    assert handle.given_metadata() is None
+    handle.recv_src_metadata = handle.recv_src_metadata[:0]
+    assert not buffer.combine(sums[:0], handle)[0].any()
+    buffer.destroy()
+
+
+@distributed_test(world_size=2)
+def test_a_replay_after_the_metadata_were_read(ranks: Ranks) -> None:
+    """What a CUDA graph's replay writes into the tensors of a dispatch, outside of which somebody
+    has read the metadata: the rows of the replay come back."""
+    buffer = made(ranks, ElasticBuffer)
+    world, other = (world_of(ranks, "uneven", seed=seed) for seed in (0, 1))
+    _, _, captured = expanded(buffer, world, 1, exact=False)
+    captured.note_capture()
+    stale = captured.recv_src_metadata
+    rows, _, handle = expanded(buffer, other, 1, exact=False)
+    for into, new in zip(
+        (*captured.inner.native.plan, *captured.inner.native.arrived),
+        (*handle.inner.native.plan, *handle.inner.native.arrived),
+        strict=True,
+    ):
+        if isinstance(into, Tensor):
+            into.copy_(new)
+    assert torch.equal(buffer.combine(rows, captured)[0], wanted(other, ranks.rank))
+    assert torch.equal(captured.recv_src_metadata, handle.recv_src_metadata)
+    assert not torch.equal(captured.recv_src_metadata, stale)
     buffer.destroy()

@@ -14,6 +14,7 @@ from tokenyard.deep_ep.elastic_calls import Routing
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.helpers.missing import missing_call
 from tokenyard.errors import NotSupported
 
@@ -25,15 +26,19 @@ class EPHandle(CoreHandle):
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
 
+    def __init__(self, inner: NormalHandle, *rest: Any) -> None:
+        super().__init__(inner, *rest)
+        self._shown = self.ids()
+
     @property
     def topk_idx(self) -> Tensor:
         """Ids of the dispatch ``[T, K]``, or a copy of them; or what a caller has put there, which
         changes no call."""
-        return self._topk_idx
+        return self._shown
 
     @topk_idx.setter
     def topk_idx(self, ids: Tensor) -> None:
-        self._topk_idx = ids
+        self._shown = ids
 
 
 class ElasticBuffer(CoreBuffer):

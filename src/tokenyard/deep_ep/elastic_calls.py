@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tokenyard import autograd, gradients
-from tokenyard.arguments import MOST_EXPERTS
+from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import decode, elastic_metadata, inputs, native_calls, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
-from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, keep_psums, most_rows
+from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, most_rows, version_of
 from tokenyard.deep_ep.elastic_metadata import Changed
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
@@ -127,13 +127,14 @@ def check_fresh(
             "num_experts is missing: pass it, or handle= of an earlier dispatch, which knows it"
         )
     experts = whole("num_experts", routing.num_experts, 1, MOST_EXPERTS)
-    if routing.most is not None:
-        most = whole("num_max_tokens_per_rank", routing.most, 1)
-    if not most:
+    given = most or None if routing.most is None else routing.most
+    if given is None:
         raise ValueError(
             "num_max_tokens_per_rank is missing: pass it here or to the constructor, the same on "
             "all ranks"
         )
+    largest, why = LARGEST // natives.world_size, ": handles number tokens of all ranks in int32"
+    most = whole("num_max_tokens_per_rank", given, 1, largest, why)
     inputs.check_tokens(data, "num_max_tokens_per_rank", most)
     alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
     if routing.stats is not None:
@@ -175,15 +176,10 @@ def check_cached(
         raise ValueError(
             "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
         )
-    if bool(flags["do_expand"]) is not handle.do_expand:
+    if bool(flags["do_expand"]) is not handle.was_expanded:
         raise ValueError(
-            f"do_expand ({bool(flags['do_expand'])}) must be {handle.do_expand} here, as in the "
+            f"do_expand ({bool(flags['do_expand'])}) must be {handle.was_expanded} here, as in the "
             f"dispatch that made the handle"
-        )
-    if bool(handle.do_expand) is not handle.was_expanded:
-        raise ValueError(
-            f"do_expand of the handle ({handle.do_expand!r}) was {handle.was_expanded} in the "
-            f"dispatch, which is repeated as it was: set it back (combine takes either)"
         )
     return handle
 
@@ -196,17 +192,21 @@ def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
     inputs.check_handle(handle.inner, NormalHandle, group)
 
 
-def check_combine(x: Any, handle: CoreHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
-    """Rows, weights and bias of a combine; returns the terms of the bias."""
-    if not handle.as_dispatched():
-        return elastic_metadata.check_combine(x, handle, topk_weights, bias)
-    if not handle.do_expand:
-        return normal.check_combine(x, handle.inner, topk_weights, bias)
+def check_combine(
+    x: Any, handle: CoreHandle, topk_weights: Any, bias: Any
+) -> tuple[tuple[Tensor, ...], Changed | None]:
+    """Rows, weights and bias of a combine; returns the terms of the bias, and what a caller has
+    changed of the handle, if anything."""
+    expands = flag("do_expand of the handle", handle.do_expand)
+    if not handle.as_dispatched(expands):
+        return elastic_metadata.check_combine(x, handle, expands, topk_weights, bias)
+    if not expands:
+        return normal.check_combine(x, handle.inner, topk_weights, bias), None
     terms = normal.check_combine(x, handle.inner, None, bias)
     if topk_weights is not None:
         meaning = "[rows], one for each of x, as do_expand returned them"
         array("topk_weights", topk_weights, meaning, (x.shape[0],), FLOAT_DTYPES, x.device)
-    return terms
+    return terms, None
 
 
 # Of a rank that refuses its arguments
@@ -266,13 +266,13 @@ def dispatch(
     native = recv.handle
     ids = native.arrived.topk_idx
     if exact and ids is recv.topk_idx:
-        received = ReceivedIds(ids, -1 if ids.is_inference() else ids._version, ids.clone())
+        received = ReceivedIds(ids, version_of(ids), ids.clone())
     else:
         received = ReceivedIds(ids, 0, None)
     inner = NormalHandle.around(ep, native, topk_idx=kept, num_sms=shape.num_sms)
     handle = kind(inner, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
-        keep_psums(handle)
+        handle.note_capture()
     weights = recv.row_weights if shape.do_expand else recv.topk_weights
     made_here = kept if copies else None, received.copy
     return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, made_here

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
-from tokenyard.deep_ep import elastic_calls, elastic_facts, elastic_metadata, inputs
+from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
 from tokenyard.deep_ep.elastic_calls import Routing, When
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
@@ -348,12 +348,11 @@ class CoreBuffer:
                 elastic_calls.check_sms(*sms)
                 elastic_calls.check_deferred(defers, later)
                 elastic_calls.check_handle(handle, self._kind, self.group)
-                terms = elastic_calls.check_combine(x, handle, topk_weights, bias)
+                terms, changed = elastic_calls.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
             raise self._refused_known(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
-        changed = None if handle.as_dispatched() else elastic_metadata.changed(handle)
         given = x, inner, topk_weights, terms, changed
         result, event = self._streams.run(elastic_calls.combine, given, x, after, later, inner)
         return *result, event

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.call_queue import keep_for
-from tokenyard.deep_ep.handles import NormalHandle, known_picks
+from tokenyard.deep_ep.handles import NormalHandle, known_picks, same_elements
 from tokenyard.deep_ep.normal import aligned
 from tokenyard.handle import Handle
 from tokenyard.results import rows_of_experts
@@ -49,8 +49,7 @@ class ReceivedIds(NamedTuple):
         """``ids`` for another caller, or a copy of what they were if somebody has changed them."""
         if self.copy is None:
             return ids
-        given = self.given  # in inference mode nobody counts changes
-        same = not given.is_inference() and given._version == self.version
+        same = version_of(self.given) == self.version >= 0
         return ids if same else self.copy.clone()
 
 
@@ -90,15 +89,20 @@ class CoreHandle:
         self.do_expand = self.was_expanded = shape.do_expand
         self.num_experts = shape.num_experts
         self._metadata: Any = None
-        self._metadata_was = 0, 0  # address and version
+        self._as_made: tuple[Tensor, int] | None = None  # and its version
+        self._captured = False
         self.expert_alignment, self.num_sms = shape.expert_alignment, shape.num_sms
         self.num_max_tokens_per_rank = shape.num_max_tokens_per_rank
         self._topk_idx = topk_idx
 
+    def ids(self) -> Tensor:
+        """Ids of the dispatch ``[T, K]``, or a copy of them."""
+        return self._topk_idx
+
     @property
     def topk_idx(self) -> Tensor:
         """Ids of the dispatch ``[T, K]``, or a copy of them."""
-        return self._topk_idx
+        return self.ids()
 
     # What the host knows
 
@@ -125,6 +129,16 @@ class CoreHandle:
         config = self.inner.ep.config
         picks = config.num_topk, config.most_local_experts
         return most_rows(self.num_recv_tokens, *picks, self.expert_alignment)
+
+    def note_capture(self) -> None:
+        """A CUDA graph that is captured has made it: have its replays make the prefix sums, too."""
+        self._captured = True
+        self.psum_num_recv_tokens_per_scaleup_rank  # noqa: B018
+        self.psum_num_recv_tokens_per_expert  # noqa: B018
+
+    def _is_capturing(self) -> bool:
+        on_gpu = self.inner.native.plan.returns.is_cuda
+        return on_gpu and torch.cuda.is_current_stream_capturing()
 
     # Tensors
 
@@ -168,25 +182,32 @@ class CoreHandle:
         """Of each received token: int32 ``[N, 2 + K]``. Its global index (source rank * M + token);
         source rank * K + its first pick of a local expert; with ``do_expand`` the row of each pick,
         -1 for none (else -1)."""
-        if self._metadata is None:
-            self._metadata = made = self.metadata_as_made()
-            self._metadata_was = _state_of(made)
-        return self._metadata
+        if self._metadata is not None:
+            return self._metadata
+        made = self.metadata_as_made()
+        if self._captured == self._is_capturing():  # else it is of one replay, or is not yet
+            self._metadata, self._as_made = made, (made, version_of(made))
+        return made
 
     @recv_src_metadata.setter
     def recv_src_metadata(self, given: Any) -> None:
         self._metadata = given
 
-    def as_dispatched(self) -> bool:
-        """Whether rows can only come back as the dispatch brought them. With ``do_expand`` whoever
-        has read ``recv_src_metadata`` may have changed it, in kernels that no one sees."""
-        if bool(self.do_expand) is not self.was_expanded:
+    def as_dispatched(self, expands: bool) -> bool:
+        """Whether rows can only come back as the dispatch brought them. ``expands``: what
+        ``do_expand`` is now. With it whoever has read ``recv_src_metadata`` may have changed it, in
+        kernels that no one sees."""
+        if self._metadata is None or expands is not self.was_expanded:
+            return expands is self.was_expanded
+        if self.was_expanded or self._as_made is None:
             return False
-        given: Any = self._metadata
-        if given is None:
-            return True
-        same = isinstance(given, Tensor) and _state_of(given) == self._metadata_was
-        return same and not self.was_expanded
+        (made, version), given = self._as_made, self._metadata
+        same = same_elements(given, made) and version_of(given) == version == version_of(made)
+        return same and version >= 0
+
+    def given_metadata(self) -> Any:
+        """What a caller has read or put there; None: nothing yet."""
+        return self._metadata
 
     def metadata_as_made(self) -> Tensor:
         """``recv_src_metadata`` as the dispatch left it."""
@@ -206,7 +227,7 @@ class CoreHandle:
         the first pick there, else -1: int32 ``[T, K]``."""
         self._native()
         config = self.inner.ep.config
-        idx = known_picks(self.topk_idx, config.num_experts)
+        idx = known_picks(self.ids(), config.num_experts)
         owners = pick_owners(idx.long(), config.num_experts, config.world_size)
         same = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril(-1).any(2)
         places = self.inner.send_head().long().gather(1, owners.clamp(min=0))
@@ -259,9 +280,9 @@ class CoreHandle:
         return source, picks[:, 0], rows[:, : config.num_topk]
 
 
-def _state_of(tensor: Tensor) -> tuple[int, int]:
-    """Where it is, and how often it was changed as far as torch knows."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed, as far as torch knows; -1: it does not (inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def most_rows(num_tokens: int, num_topk: int, num_local: int, alignment: int) -> int:
@@ -273,9 +294,3 @@ def most_rows(num_tokens: int, num_topk: int, num_local: int, alignment: int) ->
     """
     rows = num_tokens * min(num_topk, num_local) + num_local * (alignment - 1)
     return -(-rows // alignment) * alignment
-
-
-def keep_psums(handle: CoreHandle) -> None:
-    """Have the prefix sums made now: a CUDA graph that is captured makes them again."""
-    handle.psum_num_recv_tokens_per_scaleup_rank  # noqa: B018
-    handle.psum_num_recv_tokens_per_expert  # noqa: B018

@@ -14,7 +14,7 @@ from tokenyard.deep_ep.elastic import Event
 from tokenyard.deep_ep.elastic_calls import Routing
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_facts import V2_5
-from tokenyard.deep_ep.elastic_handle import CoreHandle
+from tokenyard.deep_ep.elastic_handle import CoreHandle, version_of
 from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.load_balance import LoadBalance
@@ -52,22 +52,17 @@ class EPHandle(CoreHandle):
 
     def __init__(self, inner: NormalHandle, *rest: Any) -> None:
         super().__init__(inner, *rest)
-        self._version = _version_of(self._topk_idx)
+        self._version = version_of(self._topk_idx)
 
-    @property
-    def topk_idx(self) -> Tensor:
+    def ids(self) -> Tensor:
         """The very ids of the dispatch.
 
         Raises:
             ValueError: they were changed since, as far as torch can tell.
         """
-        if self._version != _version_of(self._topk_idx):
+        if self._version != version_of(self._topk_idx):
             raise ValueError("topk_idx was modified while its EPHandle is in use: clone it before")
         return self._topk_idx
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class EPBuffer(CoreBuffer, LoadBalance, BufferBase):

@@ -107,7 +107,7 @@ class LazyTuple(tuple[Any, ...]):
     def made(self, place: int, item: Any) -> bool:
         """Whether ``item`` is what stands at ``place``, perhaps as another tensor of its memory."""
         if not isinstance(item, Tensor) or self.lends(place):
-            return _same(item, self[place])
+            return same_elements(item, self[place])
         return _noted(item) == (self, place, item.shape)
 
     def __iter__(self) -> Iterator[Any]:
@@ -133,11 +133,13 @@ def _noted(tensor: Tensor) -> Item | None:
     return getattr(tensor.untyped_storage(), "tokenyard_item", None) if has_memory else None
 
 
-def _same(given: Any, item: Any) -> bool:
+def same_elements(given: Any, item: Any) -> bool:
     """Whether ``given`` is ``item``: tensors, if they are the same elements of the same memory."""
     if not (isinstance(given, Tensor) and isinstance(item, Tensor)):
         return type(given) is type(item) and given == item
-    if given.layout is not torch.strided or given.shape != item.shape:
+    if given.layout is not torch.strided or given.dtype is not item.dtype:
+        return False
+    if given.shape != item.shape or given.stride() != item.stride():
         return False
     places = (each.untyped_storage()._cdata for each in (given, item))  # pyright: ignore
     return len({*places}) == 1 and given.storage_offset() == item.storage_offset()
