@@ -13,6 +13,7 @@ def of_dispatch(ep: ty.ExpertParallel, x: Tensor, idx: Tensor) -> ty.Received:
     assert_type(recv.x, Tensor)
     assert_type(recv.row_weights, Tensor | None)
     assert_type(recv.dequantize(), Tensor)
+    recv.scale  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     return ep.dispatch(x, handle=recv.handle, after=recv)
 
 

@@ -146,6 +146,7 @@ class ExpertParallel(Recoverable):
         sharing = ranks_sharing(self.group, choice.device, hosts, self.rank)
         self._most_bytes = most_result_bytes(choice.device, sharing)
         self._begin(choice)
+        self._calls.part = store
         if self.rank == 0:
             _log.info(self.why)
 

@@ -170,7 +170,8 @@ class CallQueue:
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
                 f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may "
-                f"be: wait() for one first"
+                f"be: wait() for one first (a result in a reference cycle counts until it is "
+                f"collected)"
             )
         self._tickets += 1
         ticket = self._tickets

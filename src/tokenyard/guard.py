@@ -8,14 +8,17 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from tokenyard import forks, transforms
 from tokenyard.call_queue import CallQueue
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine, LowLatency
-from tokenyard.engines.failures import IN_ORDER
+from tokenyard.engines.failures import GRACE, IN_ORDER
 from tokenyard.errors import NotSupported, PeerTimeout, afresh, is_from_outside
 from tokenyard.header import OPS
+from tokenyard.memory.aside import Aside
+from tokenyard.memory.store import clock_of, leave
 
 Result = TypeVar("Result")
 
@@ -23,7 +26,10 @@ Result = TypeVar("Result")
 class Guard:
     """Makes calls of one object on its engine (``low``: if it is one for decoding). ``gone``: why
     no more can be made; empty while they can. ``failure``: the error that ended all ranks' calls.
+    ``part`` of the store: goes once all ranks have closed (None: it stays).
     """
+
+    part: dist.Store | None = None
 
     def __init__(self, config: Config, engine: Engine, device: torch.device | None) -> None:
         self.config, self.engine = config, engine
@@ -86,6 +92,11 @@ class Guard:
                 self.wait(partial(self.queue.close, wait=not over))
             finally:
                 self.engine.close(why)
+            if self.part is not None and not clock_of(self.part)[2]:
+                aside = Aside()
+                begun = aside.start(partial(leave, self.part, self.config.world_size))
+                aside.close()  # it ends behind the call
+                begun.wait(GRACE)
 
     def disown(self, why: str) -> None:
         """In a forked child (``forks.py``)."""

@@ -139,6 +139,7 @@ class Recoverable:
         except RuntimeError as error:
             calls.fail(error)
             raise
+        calls.part = None  # this epoch needs it
         calls.close("has recovered since this call began")
         ops.retire(calls.number)
 

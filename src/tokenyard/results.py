@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypedDict
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class Later:
     """Attributes that come when the call is done: reading one of them waits for it."""
 
     _finish: Callable[[], dict[str, Any]] | None
+    _turn: Any = None
+    """Held by the thread that finishes the call: others wait for it."""
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class Later:
         self._finish, self._work = finish, work
         if fields is not None:
             self.__dict__.update(fields)
+        elif not torch.compiler.is_compiling():
+            self._turn = RLock()
 
     def work(self) -> Waitable:
         """What another call waits for to come behind this one; it takes no result."""
@@ -47,6 +52,13 @@ class Later:
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting
         again does nothing. PeerTimeout, PeerError, Mismatch, ValueError: what the call came to."""
+        if self._turn is None or torch.compiler.is_compiling():
+            self._wait()
+        else:
+            with self._turn:
+                self._wait()
+
+    def _wait(self) -> None:
         finish, self._finish = self._finish, None
         if finish is None:
             return
@@ -68,16 +80,19 @@ class Later:
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which is of the result: one call cannot be finished twice."""
         self.wait()
-        return self.__dict__ | {"_work": None}
+        return self.__dict__ | {"_work": None, "_turn": None}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or self.__dict__.get("_finish") is None:
+    if not TYPE_CHECKING:  # who checks types knows all names
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_"):
+                self.wait()
+                if name in self.__dict__:
+                    return self.__dict__[name]
             raise AttributeError(
                 f"{type(self).__name__} has no {name!r} here: see its docstring for what each "
                 f"layout and call has"
             )
-        self.wait()
-        return getattr(self, name)
 
 
 class Received(Later):

@@ -9,6 +9,7 @@ import gc
 import pickle
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_copy_is_of_the_result(ranks: Ranks, copied: Any) -> None:
         want = case.combined(ranks.rank)
         for sums in (copied(later), later):
             check_combined(sums.x, case, ranks.rank, want.x)
+
+
+@distributed_test(world_size=2)
+def test_threads_that_read_one_result(ranks: Ranks) -> None:
+    """One of them finishes the call, the others wait for that."""
+    case = Case(ranks.world_size, num_tokens=20)
+    with case.make(ranks) as ep, ThreadPoolExecutor(3) as pool:
+        if ranks.rank:
+            time.sleep(0.3)  # they wait on rank 0 by now
+        recv = dispatch(ranks, ep, case, async_op=True)
+        read = [pool.submit(lambda: recv.x) for _ in range(3)]
+        check_received(recv, case, ranks.rank)
+        assert all(each.result() is recv.x for each in read)
 
 
 @distributed_test(world_size=3, engine=ENGINES)

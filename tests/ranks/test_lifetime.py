@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ from bad_input import (
 )
 from cases import Case, check_received, dispatch
 from tokenyard.call_queue import MAX_OUTSTANDING
+from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.engines import gloo_transport
 from tokenyard.engines.send_plan import note_bad_index
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
@@ -457,3 +459,23 @@ def test_check_leaves_what_cuda_graphs_write_to() -> None:
             with pytest.raises(ValueError, match=f"is {SIZES['num_experts']}"):
                 ep.check()
             ep.check()
+
+
+@distributed_test(world_size=(1, 3))
+def test_objects_that_were_closed_leave_nothing_in_the_store(ranks: Ranks) -> None:
+    """However many there were, and though ranks close them at different times."""
+    inputs, sizes = Inputs.of(ranks), {"num_max_tokens_per_rank": 64, "hidden": SIZES["hidden"]}
+    store = dist.distributed_c10d._get_default_store()
+    most = store.num_keys() + 30
+    for at in range(8):
+        buffer = ElasticBuffer(ranks.group, **sizes)
+        with make(ranks) as ep:
+            ep.dispatch(inputs.x, inputs.topk_idx)
+            buffer.dispatch(inputs.x, topk_idx=inputs.topk_idx, num_experts=12)
+            time.sleep(0.02 * ((ranks.rank + at) % ranks.world_size))
+        buffer.destroy()
+    deadline = time.monotonic() + PATIENCE
+    while store.num_keys() > most and time.monotonic() < deadline:
+        time.sleep(0.01)  # the last rank deletes them, on a thread
+    assert store.num_keys() <= most
+    meet(ranks)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from tokenyard.engines import failures
+from tokenyard.engines import failures, gloo_transport
 from tokenyard.engines.failures import FailureReports
 
 
@@ -73,3 +74,11 @@ def test_a_call_that_has_failed_is_waited_in_no_more() -> None:
     assert asking.elsewhere(0) == ""
     for each in (old, new, asking):
         each.close()
+
+
+def test_who_runs_out_of_file_descriptors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_transport.os, "listdir", lambda _: ["1"] * 1000)
+    for most, peers, told in ((1024, 2, True), (1900, 252, False), (-1, 2, False)):
+        monkeypatch.setattr(gloo_transport.resource, "getrlimit", lambda _, most=most: (most, most))
+        text = gloo_transport._lack_of_files(peers)
+        assert ("1000 of its 1024 file descriptors" in text) is told, (most, peers, text)

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.engines.failures import ADVICE, IN_ORDER, FailureReports, Report
+from tokenyard.engines.failures import ADVICE, GRACE, IN_ORDER, FailureReports, Report
 from tokenyard.engines.transport import Spans
 from tokenyard.errors import PeerLost, PeerTimeout, ended_from_outside
 from tokenyard.memory.aside import SLICE, Aside, Begun
-from tokenyard.memory.store import base_of
+from tokenyard.memory.store import base_of, leave
 
 _HEADER_TAG, _ROWS_TAG, _CUT_TAG, _END_TAG = 1, 2, 3, 4
 _LONG = 1 << 16
@@ -79,6 +79,8 @@ class GlooTransport:
         self._peers = [*members[mine + 1 :], *members[:mine]]
         """Every other rank, nearest first, so that not all send to the first at once."""
         self._mesh: Any = None
+        self._meeting: Any = None
+        """Part of the store of all processes, where those of the mesh find each other."""
         self._aside = Aside()
         self._interrupted = ""
         self._heard: Report | None = None
@@ -101,7 +103,7 @@ class GlooTransport:
             names = ", ".join(map(str, sorted(missing))) or "unknown"
             raise PeerTimeout(
                 f"rank {self.rank} waited {self.timeout} s in {_MAKING} to connect with rank(s) "
-                f"{names} [{_gist(error)}]. {_lack_of_files(len(self._peers)) or ADVICE}",
+                f"{names} [{_gist(error)}]. {ADVICE}{_lack_of_files(len(self._peers))}",
                 missing[0] if missing else -1,
             ) from error
         except BaseException as error:
@@ -124,6 +126,7 @@ class GlooTransport:
             store.set(f"connected/{self.rank}", "")
             place.set(f"connected/{self.rank}", "")
             place.wait([f"connected/{peer}" for peer in self._peers], wait)
+        self._meeting = dist.PrefixStore(f"tokenyard/mesh/{number.decode()}", base)
         return mesh
 
     def swap(self, header: Tensor, what: str) -> Callable[[], Tensor]:
@@ -317,7 +320,9 @@ class GlooTransport:
     def close(self, why: str = IN_ORDER) -> None:
         if self._mesh is not None:
             self._failures.close(why)  # first: whoever loses the connection asks why
-        self._mesh = None
+            begun = self._aside.start(partial(leave, self._meeting, len(self._place)))
+            begun.wait(GRACE)
+        self._mesh = self._meeting = None
         self._aside.close()
 
 
@@ -341,17 +346,17 @@ def _connection(store: Any) -> Generator[Any]:
 
 
 def _lack_of_files(num_peers: int) -> str:
-    """What to do if this process has hardly any file descriptors left; empty: it has."""
+    """What to do besides if this process has few file descriptors left; empty: it has enough."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
         used = most
-    if most < 0 or most - used > 16 + 4 * num_peers:
+    if most < 0 or most - used > min(16 + 4 * num_peers, most // 4):
         return ""
     return (
-        f"This process has {used} of its {most} file descriptors open: raise `ulimit -n`, or close "
-        f"objects that are not used any more"
+        f". This process has {used} of its {most} file descriptors open: raise `ulimit -n`, or "
+        f"close objects that are not used any more"
     )
 
 

@@ -113,6 +113,14 @@ def base_of(store: Any) -> Any:
     return store
 
 
+def leave(part: Any, num_ranks: int) -> None:
+    """Delete a ``part`` of a store once all its ranks have come here: none reads it any more. A
+    torch whose stores cannot say what they hold deletes nothing."""
+    if part.add("left", 1) == num_ranks and hasattr(part, "list_keys"):
+        for key in part.list_keys():
+            part.delete_key(key)
+
+
 def clock_of(store: dist.Store) -> tuple[Callable[[], float], Callable[[float], None], bool]:
     """Now, sleep for so many seconds, and whether ranks that meet in ``store`` take turns."""
     base = base_of(store)
