@@ -48,6 +48,13 @@ class Recoverable:
     _most_bytes: int
     _replicas: Tensor | None = None
 
+    def __repr__(self) -> str:
+        config, gone = self.config, self._calls.gone
+        sizes = ("num_experts", "hidden", "num_topk", "max_tokens_per_rank")
+        said = ", ".join(f"{name}={getattr(config, name)}" for name in sizes)
+        place = f"rank {self.rank} of {self.world_size}, engine {self.engine!r}, {said}"
+        return f"{type(self).__name__}({place}{f', {gone}' if gone else ''})"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "an ExpertParallel can be neither copied nor pickled, as it is a place among ranks: "

@@ -82,6 +82,17 @@ class Later:
         self.wait()
         return self.__dict__ | {"_work": None, "_turn": None}
 
+    def __repr__(self) -> str:
+        """Dtypes and shapes, no values: reading these would wait for a GPU."""
+        if self._finish is not None:
+            return f"{type(self).__name__}(under way)"
+        fields = [
+            f"{name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for name, value in self.__dict__.items()
+            if isinstance(value, Tensor)
+        ]
+        return f"{type(self).__name__}({', '.join(fields)})"
+
     if not TYPE_CHECKING:  # who checks types knows all names
 
         def __getattr__(self, name: str) -> Any:

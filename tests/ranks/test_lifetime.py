@@ -479,3 +479,18 @@ def test_objects_that_were_closed_leave_nothing_in_the_store(ranks: Ranks) -> No
         time.sleep(0.01)  # the last rank deletes them, on a thread
     assert store.num_keys() <= most
     meet(ranks)
+
+
+@distributed_test(world_size=2)
+def test_what_objects_say_of_themselves(ranks: Ranks) -> None:
+    """Sizes, dtypes and states, and no values."""
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep:
+        place = f"ExpertParallel(rank {ranks.rank} of 2, engine {ep.engine!r}, num_experts="
+        assert repr(ep).startswith(place) and "closed" not in repr(ep)
+        recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
+        assert repr(recv) == "Received(under way)"
+        recv.wait()
+        rows = str(recv.x.dtype).removeprefix("torch.") + str(list(recv.x.shape))
+        assert f"Received(x={rows}, topk_idx=int64[" in repr(recv) and "tensor" not in repr(recv)
+    assert repr(ep).endswith(", is closed)")

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from itertools import count
 from typing import NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from tokenyard.errors import PeerLost
 from tokenyard.memory.aside import Aside, Begun
+from tokenyard.memory.meeting import wait_for
 from tokenyard.memory.store import CooperativeStore, base_of
 
 GRACE = 1.0
@@ -143,7 +143,7 @@ class FailureReports:
 
     def _behind(self, peer: int) -> tuple[str, int]:
         with suppress(RuntimeError):
-            self._store.wait([f"failure/{peer}"], timedelta(seconds=self._grace))
+            wait_for(self._store, f"failure/{peer}", self._grace)  # a store's own prints warnings
         report, failed_rank = self._reported_by(peer)
         attributed = [self._rank, peer]
         while failed_rank not in (-1, *attributed):
