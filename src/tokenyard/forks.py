@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import threading
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 _watched: WeakSet[Any] = WeakSet()
 _inherited: set[int] = set()
 """Ids of process groups of the parent, which are kept for ever."""
+_here = threading.local()
+"""Of the thread that forks: whether garbage was collected when it began."""
 
 
 def watch(thing: Any) -> None:
@@ -44,7 +47,20 @@ class Disowned:
         raise RuntimeError(f"this ExpertParallel {self._why}: make a new one")
 
 
+def _before() -> None:
+    """What the child makes before :func:`_in_child` must not have it collect."""
+    _here.collected = gc.isenabled()
+    gc.disable()
+
+
+def _in_parent() -> None:
+    if getattr(_here, "collected", True):
+        gc.enable()
+
+
 def _in_child() -> None:
+    gc.freeze()
+    _in_parent()
     why = (
         f"belongs to process {os.getppid()}, of which this one is a fork (start processes that "
         "need one by 'spawn' or 'forkserver', or make it, and its process group, in the child)"
@@ -53,12 +69,10 @@ def _in_child() -> None:
     _watched.clear()  # a child of this one has nothing to do with them
     for thing in things:
         thing.disown(why)
-    if things or dist.is_initialized():
-        gc.freeze()
     if things and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):  # pyright: ignore[reportPrivateUsage]
             _inherited.add(id(group))
             keep_for_ever(group)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
@@ -28,6 +29,7 @@ class Later:
     _finish: Callable[[], dict[str, Any]] | None
     _turn: Any = None
     """Held by the thread that finishes the call: others wait for it."""
+    _process = 0
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Later:
         if fields is not None:
             self.__dict__.update(fields)
         elif not torch.compiler.is_compiling():
-            self._turn = RLock()
+            self._turn, self._process = RLock(), os.getpid()
 
     def work(self) -> Waitable:
         """What another call waits for to come behind this one; it takes no result."""
@@ -52,8 +54,8 @@ class Later:
     def wait(self) -> None:
         """Finish the call: on the CPU wait for it, on a GPU let the current stream wait. Waiting
         again does nothing. PeerTimeout, PeerError, Mismatch, ValueError: what the call came to."""
-        if self._turn is None or torch.compiler.is_compiling():
-            self._wait()
+        if self._turn is None or torch.compiler.is_compiling() or self._process != os.getpid():
+            self._wait()  # a forked child has no thread that could let go
         else:
             with self._turn:
                 self._wait()

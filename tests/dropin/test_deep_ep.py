@@ -138,7 +138,7 @@ def test_worst_case_rows(ranks: Ranks) -> None:
 @distributed_test(world_size=2)
 def test_refusals_among_several_bounds(ranks: Ranks) -> None:
     """A refusal reaches the ranks in a call of the same ``num_worst_tokens``, and ranks whose
-    bounds differ say so: none gets fewer rows than came."""
+    bounds by ranks differ say so."""
     rank, buffer, world = ranks.rank, deep_ep.Buffer(ranks.group), World.of(ranks, "uneven")
     exact, least = fresh(buffer, world)[0], 2 * len(world.idx[1])
     for worst in range(least, least + 12, 2):

@@ -10,7 +10,9 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,23 @@ def test_garbage_of_the_parent(ranks: Ranks) -> None:
             assert_works(ranks, ep)
     finally:
         gc.enable()
+
+
+@distributed_test(world_size=2)
+def test_a_result_that_a_thread_of_the_parent_finishes(ranks: Ranks) -> None:
+    """A child that reads it raises; the thread is not there to let go of it."""
+    inputs = Inputs.of(ranks)
+    with make(ranks) as ep, ThreadPoolExecutor(1) as pool:
+        if ranks.rank:
+            time.sleep(0.5)  # rank 0 forks while its thread waits
+        recv = ep.dispatch(inputs.x, inputs.topk_idx, async_op=True)
+        read = pool.submit(lambda: recv.x)
+        if not ranks.rank:
+            time.sleep(0.2)
+            said = in_child(lambda: type(error_of(lambda: recv.x)).__name__)
+            assert said in ("AttributeError", "RuntimeError")
+        assert read.result() is recv.x
+        assert_works(ranks, ep)
 
 
 def test_a_child_that_comes_to_its_end(tmp_path: Path) -> None:
