@@ -288,7 +288,9 @@ class Calls(Guard):
         result = kind(finish, self.queue.work_of(ticket, self.wait))
         if not when.later:
             result.wait()
-        elif not when.in_two:  # nothing to drop of those
+            return result
+        result.share()
+        if not when.in_two:  # nothing to drop of those
             weakref.finalize(result, self.queue.drop, ticket)
             if tracked:
                 self._unread[ticket] = weakref.ref(result)

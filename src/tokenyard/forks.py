@@ -53,14 +53,15 @@ def _before() -> None:
     gc.disable()
 
 
-def _in_parent() -> None:
+def _again() -> None:
+    """In the parent, and in the child behind its freeze."""
     if getattr(_here, "collected", True):
         gc.enable()
 
 
 def _in_child() -> None:
     gc.freeze()
-    _in_parent()
+    _again()
     why = (
         f"belongs to process {os.getppid()}, of which this one is a fork (start processes that "
         "need one by 'spawn' or 'forkserver', or make it, and its process group, in the child)"
@@ -75,4 +76,4 @@ def _in_child() -> None:
             keep_for_ever(group)
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before, after_in_parent=_again, after_in_child=_in_child)

@@ -42,7 +42,10 @@ class Later:
         self._finish, self._work = finish, work
         if fields is not None:
             self.__dict__.update(fields)
-        elif not torch.compiler.is_compiling():
+
+    def share(self) -> None:
+        """Let several threads read this; of a call that is not waited for at once."""
+        if not torch.compiler.is_compiling():
             self._turn, self._process = RLock(), os.getpid()
 
     def work(self) -> Waitable:

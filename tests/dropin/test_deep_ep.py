@@ -140,9 +140,16 @@ def test_refusals_among_several_bounds(ranks: Ranks) -> None:
     """A refusal reaches the ranks in a call of the same ``num_worst_tokens``, and ranks whose
     bounds by ranks differ say so."""
     rank, buffer, world = ranks.rank, deep_ep.Buffer(ranks.group), World.of(ranks, "uneven")
-    exact, least = fresh(buffer, world)[0], 2 * len(world.idx[1])
-    for worst in range(least, least + 12, 2):
-        fresh(buffer, world, num_worst_tokens=worst)
+    exact, _, weights, _, known, _ = fresh(buffer, world)
+    rows, least = world.work(rank, exact), 2 * len(world.idx[1])
+    want = buffer.combine(rows, known, topk_weights=weights)
+    for worst in range(least, least + 12):
+        x, its_idx, its_weights, _, handle, _ = fresh(buffer, world, num_worst_tokens=worst)
+        assert len(x) == len(its_idx) == worst and torch.equal(x[: len(exact)], exact)
+        assert bool((its_idx[len(exact) :] == -1).all())
+        x[: len(exact)] = rows
+        out, out_weights, _ = buffer.combine(x, handle, topk_weights=its_weights)
+        assert torch.equal(out, want[0]) and torch.equal(out_weights, want[1])
     layout = buffer.get_dispatch_layout(world.idx[rank], world.num_experts)
     bad: dict[str, dict[str, Any]] = {
         "topk_weights": {"topk_weights": world.weights[rank][:, :1]},

@@ -222,10 +222,7 @@ def test_views_and_other_dtypes(ranks: Ranks) -> None:
     for exact in (True, False):
         rows, _, _, handle, _ = fresh(buffer, world, do_cpu_sync=exact)
         count = len(world.rows[ranks.rank])
-        values, weights = (
-            numbered(rows),
-            torch.ones(len(rows), handle.recv_src_metadata.shape[1] - 2),
-        )
+        values, weights = numbered(rows), torch.ones(len(rows), world.idx[0].shape[1])
         want = buffer.combine(values, handle, topk_weights=weights)
         wide, first = copy.copy(handle), copy.copy(handle)
         wide.recv_src_metadata = handle.recv_src_metadata.long()
