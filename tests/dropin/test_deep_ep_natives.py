@@ -241,7 +241,7 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
     cases: list[tuple[Any, Any, Any, bool]] = [
         (x, (idx, 0), exact, True),
         (x, (idx, 40), static, False),
-        (x, (idx, 39), static, False),
+        (x, (idx, 41), static, False),
         ((x, None), (idx, np.int32(40)), static, False),
         (None, (idx, 0), exact, True),
         (x, (None, 0), bare, True),

@@ -179,13 +179,13 @@ class NormalHandle(LazyTuple):
     -1.
 
     Attributes:
-        cut_to: rows of the dispatched result if the native one has more, else None.
+        more_rows: absent ones at the end of the dispatched result, which the native one lacks.
         in_ranks, topk_idx: one of them says where tokens go.
         num_sms: multiprocessors that the call was allowed.
     """
 
     source = "dispatch() of Buffer (DeepEP V1)"
-    cut_to: int | None = None
+    more_rows: int = 0
     in_ranks: Tensor | None = None
     topk_idx: Tensor | None = None
     num_sms: int
@@ -233,7 +233,11 @@ class NormalHandle(LazyTuple):
         return before
 
     def recv_src_idx(self) -> Tensor:
-        return (self.native.arrived.source[: self.cut_to] & _TOKEN).to(torch.int32)
+        return (self._keys() & _TOKEN).to(torch.int32)
+
+    def _keys(self) -> Tensor:
+        """Source of each row: its rank << 32 | its token there; -1 for none."""
+        return longer(self.native.arrived.source, self.more_rows, -1)
 
     def send_head(self) -> Tensor:
         """Place of each token among those that go to the same rank, -1 if it does not go there."""
@@ -246,7 +250,7 @@ class NormalHandle(LazyTuple):
 
     def recv_src_meta(self) -> Tensor:
         """Source rank and token of each row: int32 ``[N, 2]``."""
-        source = self.native.arrived.source[: self.cut_to]
+        source = self._keys()
         return torch.stack([source >> 32, source & _TOKEN], dim=1).to(torch.int32)
 
     def send_rdma_head(self) -> Tensor:
@@ -295,6 +299,14 @@ class InternodeHandle(NormalHandle):
 
 def kind_for(num_ranks: int) -> type[NormalHandle]:
     return NormalHandle if num_ranks <= RANKS_PER_NODE else InternodeHandle
+
+
+def longer(rows: Tensor, more: int, value: int = 0) -> Tensor:
+    """``rows`` and ``more`` of ``value`` behind them."""
+    if not more:
+        return rows
+    end = torch.full((more, *rows.shape[1:]), value, dtype=rows.dtype, device=rows.device)
+    return torch.cat((rows, end))
 
 
 def _places(goes: Tensor) -> Tensor:

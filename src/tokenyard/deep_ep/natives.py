@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -39,6 +40,9 @@ TIMEOUT_VARIABLE = "TOKENYARD_DEEP_EP_TIMEOUT"
 
 DEFAULT_TIMEOUT = 100.0
 FEWEST_RING_BYTES = 32 << 20
+
+MANY_OBJECTS = 6
+"""Of normal mode: with static shapes so many come with a warning."""
 
 LOW_LATENCY_OBJECTS = 2
 """Objects that take turns: one call of each may be outstanding, and DeepEP allows two."""
@@ -131,6 +135,13 @@ class Natives:
         enough = rings_for(sizes[3], sizes[0], self.world_size) if bounded else RING_BYTES
         rings = min(self._ring_bytes or enough, enough) if bounded else self._ring_bytes
         made[sizes] = self._make(sizes, ENGINE_VARIABLE, AUTO, rings, num_sms)
+        if bounded and len(made) == MANY_OBJECTS and self.rank == 0:
+            warnings.warn(
+                f"this Buffer has {MANY_OBJECTS} objects ({', '.join(NAMES)} differ; the last: "
+                f"num_worst_tokens / ranks = {sizes[3]}), each with buffers and connections of its "
+                f"own: round num_worst_tokens up to a few values",
+                stacklevel=2,
+            )
         return made[sizes]
 
     def low_latency(self, sizes: Sizes) -> ExpertParallel:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import inputs, native_calls
-from tokenyard.deep_ep.handles import NormalHandle, num_nodes
+from tokenyard.deep_ep.handles import NormalHandle, longer, num_nodes
 from tokenyard.deep_ep.inputs import likely, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, DISPATCH
@@ -77,10 +77,12 @@ def check_dispatch(
     else:
         inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
         tokens, size = data.shape[0], natives.world_size
-        if worst and worst < size * tokens:
+        least = size * max(tokens, 1)
+        if worst and worst < least:
             raise ValueError(
-                f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times "
-                f"the {tokens} tokens of this one: raise it on all ranks alike, or split the batch"
+                f"num_worst_tokens ({worst}) must be at least {least}, {size} ranks times "
+                f"{max(tokens, 1)} (tokens of this one, or 1): raise it on all ranks alike, or "
+                f"split the batch"
             )
     return alignment, worst, None
 
@@ -109,7 +111,7 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
 def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
     """Rows, weights and bias of a combine; returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
-    rows = native.num_rows if handle.cut_to is None else handle.cut_to
+    rows = native.num_rows + handle.more_rows
     inputs.check_rows_back("x", x, handle, rows)
     if topk_weights is not None:
         shape = rows, config.num_topk
@@ -141,7 +143,7 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
         given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
         experts = likely("num_tokens_per_expert", given, error, MOST_EXPERTS)
         picks = inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights)
-    bound = None if worst is None else -(-worst // size) or MAX_TOKENS
+    bound = None if worst is None else worst // size or MAX_TOKENS
     guess = inputs.columns(data), experts, picks, bound, inputs.place(data)
     ep = natives.whom_normal(guess)
     exact = not worst
@@ -173,17 +175,21 @@ def dispatch(
         assert in_ranks is not None
         ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
         picks, num_experts = torch.where(in_ranks, ranks, -1), size
-    bound = -(-worst // size) if worst else MAX_TOKENS
+    # Rounded down: whatever bounds ranks give that share an object, all rows have a place.
+    bound = worst // size if worst else MAX_TOKENS
     sizes = data.shape[1], num_experts, picks.shape[1], bound, data.device
     ep = natives.normal(sizes, bounded=bound != MAX_TOKENS)
     shape = Layout.FLAT, not worst, 1, None
     recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
     native = recv.handle
-    cut_to = worst if worst and worst != native.num_rows else None
-    routed = {"in_ranks": in_ranks, "topk_idx": topk_idx, "num_sms": num_sms, "cut_to": cut_to}
+    more = worst - native.num_rows if worst else 0
+    routed = {"in_ranks": in_ranks, "topk_idx": topk_idx, "num_sms": num_sms, "more_rows": more}
     handle: NormalHandle = natives.kind.around(ep, native, **routed)
     if worst:
-        return *_cut(recv, worst), [], handle
+        assert recv.topk_idx is not None
+        idx, weights = longer(recv.topk_idx, more, -1), recv.topk_weights
+        weights = None if weights is None else longer(weights, more)
+        return _rows(recv, more), idx, weights, [], handle
     if topk_idx is None:
         assert per_expert is not None
         counts = aligned(_swap_counts(natives, per_expert), alignment)
@@ -194,7 +200,7 @@ def dispatch(
 
 def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
     recv = native_calls.dispatch(handle.ep, (data, scales), known=handle.native)
-    return _rows(recv) if handle.cut_to is None else _cut(recv, handle.cut_to)[0]
+    return _rows(recv, handle.more_rows)
 
 
 def combine(
@@ -202,9 +208,9 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and of their weights if there are any."""
     native = handle.native
-    if handle.cut_to is not None:
-        x = _stretch(x, handle)
-        topk_weights = None if topk_weights is None else _stretch(topk_weights, handle)
+    if handle.more_rows:
+        x = x[: native.num_rows]
+        topk_weights = None if topk_weights is None else topk_weights[: native.num_rows]
     if topk_weights is None:
         return handle.ep.combine(x, native, bias=bias), None
     combined: Any = handle.ep.combine(x, native, reduce_weights=topk_weights, bias=bias)
@@ -220,26 +226,9 @@ def aligned(counts: list[int], alignment: int) -> list[int]:
     return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
 
-def _rows(recv: Received) -> Rows:
-    return recv.x if recv.scales is None else (recv.x, recv.scales)
-
-
-def _cut(recv: Received, num_rows: int) -> tuple[Rows, Tensor | None, Tensor | None]:
-    """The first ``num_rows`` rows: static shapes are a multiple of the ranks."""
-    x, scales, idx, weights = (
-        None if t is None else t[:num_rows]
-        for t in (recv.x, recv.scales, recv.topk_idx, recv.topk_weights)
-    )
-    return x if scales is None else (x, scales), idx, weights
-
-
-def _stretch(rows: Tensor, handle: NormalHandle) -> Tensor:
-    """``rows`` with those that :func:`_cut` took, which nobody reads; others are refused later."""
-    if rows.shape[0] != handle.cut_to:
-        return rows
-    longer = rows.new_empty((handle.native.num_rows, *rows.shape[1:]))
-    longer[: handle.cut_to] = rows
-    return longer
+def _rows(recv: Received, more: int = 0) -> Rows:
+    x = longer(recv.x, more)
+    return x if recv.scales is None else (x, longer(recv.scales, more))
 
 
 def _swap_counts(natives: Natives, per_expert: Tensor) -> list[int]:
