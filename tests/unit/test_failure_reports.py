@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tokenyard.engines import failures, gloo_transport
 from tokenyard.engines.failures import FailureReports
+from tokenyard.memory.store import leave
 
 
 class Gone(dist.HashStore):
@@ -34,6 +35,10 @@ class Gone(dist.HashStore):
         self._answer()
         super().set(key, value)
 
+    def add(self, key: str, value: int) -> int:
+        self._answer()
+        return super().add(key, value)
+
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         self._answer()
         return super().compare_set(key, expected_value, desired_value)
@@ -56,6 +61,7 @@ def test_a_store_that_is_gone_is_asked_once(monkeypatch: Any) -> None:
     mine.waits_in("dispatch #0")
     mine.report("rank 1 sent nothing to rank 0", 1)
     mine.close()
+    leave(store, 2)
     assert store.unanswered == 1
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tokenyard.errors import PeerLost
 from tokenyard.memory.aside import Aside, Begun
 from tokenyard.memory.meeting import wait_for
-from tokenyard.memory.store import CooperativeStore, base_of
+from tokenyard.memory.store import CooperativeStore, base_of, gone
 
 GRACE = 1.0
 """Seconds that a rank which gives up at this very moment is given to say so."""
@@ -75,7 +75,7 @@ class FailureReports:
         self._aside = None if isinstance(self._base, CooperativeStore) else Aside()
         self._number = next(_OBJECTS)
         self._look: Begun | None = None
-        self._looked, self._tells, self._store_is_gone = 0.0, False, False
+        self._looked, self._tells = 0.0, False
         if self._aside is not None:
             store.set(f"process/{rank}", f"{_process()} {self._number}")
 
@@ -176,15 +176,14 @@ class FailureReports:
         return what if (at == number) == here else ""
 
     def _or_else(self, call: Callable[[], _T], unknown: _T) -> Callable[[], _T]:
-        """``call``, but ``unknown`` where the store does not answer. One whose process is gone is
-        asked nothing more: torch prints a page for every question."""
+        """``call``, but ``unknown`` where the store does not answer."""
 
         def asked() -> _T:
-            if not self._store_is_gone:
+            if self._base not in gone:
                 try:
                     return call()
                 except dist.DistNetworkError:
-                    self._store_is_gone = True
+                    gone.add(self._base)
                 except RuntimeError:
                     pass
             return unknown

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+gone: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Stores whose process is known to be gone: torch prints a page for every question to one."""
 
 
 class CooperativeStore(dist.Store):
@@ -116,6 +120,8 @@ def base_of(store: Any) -> Any:
 def leave(part: Any, num_ranks: int) -> None:
     """Delete a ``part`` of a store once all its ranks have come here: none reads it any more. A
     torch whose stores cannot say what they hold deletes nothing."""
+    if base_of(part) in gone:
+        return
     if part.add("left", 1) == num_ranks and hasattr(part, "list_keys"):
         for key in part.list_keys():
             part.delete_key(key)
