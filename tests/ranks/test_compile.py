@@ -280,7 +280,7 @@ def test_selective_checkpointing_sees_operators(ranks: Ranks) -> None:
 def test_compiled_calls_do_not_drop_tangents(ranks: Ranks) -> None:
     case = Case(ranks.world_size, dtype=torch.float32)
     torch._dynamo.reset()
-    x = case.x[ranks.rank]
+    x = case.x[ranks.rank].to(ranks.device)
     with case.make(ranks) as ep:
         handle = dispatch(ranks, ep, case).handle
         compiled = torch.compile(lambda x: ep.dispatch(x, handle=handle).x, backend="aot_eager")
