@@ -122,6 +122,48 @@ def test_long_patience_is_had_once_in_a_wait() -> None:
     assert out[0] > 3000 and sim.steps < 6000
 
 
+def test_who_goes_in_a_circle_sleeps_on_while_the_clock_jumps_for_others() -> None:
+    """Until what it reads changes, or the clock passes its own deadline. (It took 60,000
+    steps when all were woken at each jump.)"""
+    sim = Simulator(seed=1, timeouts=True)
+    mem = sim.allocate(1024)
+    state, status = state_of(sim)
+    out = mem.view(np.int64)[2:]
+    sim.launch(0, wait_beside_deadlines, 10, mem.ctypes.data, state.ctypes.data)
+    sim.run()
+    assert status[0] == 0 and out[1:9].tolist() == [1] * 8 and sim.steps < 3000
+    assert out[9] == 20 and out[10] in range(9, 12)
+
+
+@triton.jit
+def wait_beside_deadlines(mem, state):
+    """Program 0 lets 20 deadlines pass, a second apart, then sets a flag; the last has a deadline
+    of 10 s, and says how many had passed by then; the others wait for the flag."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        tell_behind_deadlines(mem, 20)
+    elif pid == 9:
+        deadline = now_ns() + 10 * 1000 * 1000 * 1000
+        while now_ns() < deadline:
+            load_acquire(words(mem) + 1)
+        passed = tl.atomic_add(words(mem) + 11, 0, sem="relaxed", scope="gpu")
+        tl.store(words(mem) + 12, passed)
+    else:
+        seen = wait_at_least(words(mem), 1, state, 0, 0, 0)
+        tl.store(words(mem) + 2 + pid, (seen == 1).to(tl.int64))
+
+
+@triton.jit
+def tell_behind_deadlines(mem, most):
+    for _ in range(most):
+        deadline = now_ns() + 1000 * 1000 * 1000
+        while now_ns() < deadline:
+            load_acquire(words(mem) + 1)
+        tl.atomic_add(words(mem) + 11, 1, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    tl.atomic_add(words(mem), 1, sem="release", scope="sys")
+
+
 # What is said
 
 

@@ -226,8 +226,9 @@ def _inline_asm(
             f"inline assembly {text!r} is not emulated: add it to "
             f"tokenyard.testing.interpreter.ASSEMBLY"
         )
-    handle = TensorHandle(np.array([ASSEMBLY[text]()], np.int64), tl.int64)
-    handle.set_attr("clock", True)
+    now = ASSEMBLY[text]()
+    handle = TensorHandle(np.array([now], np.int64), tl.int64)
+    handle.set_attr("clock", now)  # when it was read
     return SimpleNamespace(get_result=lambda _: handle)
 
 

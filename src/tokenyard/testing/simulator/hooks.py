@@ -165,7 +165,7 @@ class _Hooks:
     def _noted(self, handle: TensorHandle, addresses: np.ndarray, lanes: Any) -> TensorHandle:
         """What was read, marked for :meth:`_comparing` if the program is to say what it awaits."""
         p = self._machine.caller
-        if p.takes_notes and addresses.size:
+        if p.notes and addresses.size:
             where = addresses.tolist()
             handle.set_attr("read", (where, lanes))
             for address in where:
@@ -178,8 +178,11 @@ class _Hooks:
 
         def compare(builder: Any, left: Any, right: Any) -> Any:
             if "clock" in left.attr or "clock" in right.attr:
-                distance = int(right.data.reshape(-1)[0]) - int(left.data.reshape(-1)[0])
-                self._machine.compares_clock(abs(distance))
+                ahead = int(right.data.reshape(-1)[0]) - int(left.data.reshape(-1)[0])
+                newer = left.attr.get("clock", -1) - right.attr.get("clock", -1)
+                self._machine.compares_clock(
+                    ahead if newer > 0 else -ahead if newer else abs(ahead)
+                )
             for read, other in ((left, right), (right, left)):
                 if "read" in read.attr and "clock" not in other.attr:
                     addresses, lanes = read.attr["read"]
@@ -199,8 +202,9 @@ def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def op(builder: Any, left: Any, right: Any) -> Any:
         result = original(builder, left, right)
-        if "clock" in left.attr or "clock" in right.attr:
-            result.set_attr("clock", True)
+        times = [each.attr["clock"] for each in (left, right) if "clock" in each.attr]
+        if times:
+            result.set_attr("clock", max(times))
         return result
 
     return op

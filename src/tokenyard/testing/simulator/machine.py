@@ -128,13 +128,14 @@ class Machine:
         return any(each and self.steps >= each[0][0] for each in (self.kills, self.freezes))
 
     def wake(self, p: Program) -> None:
-        p.asleep = False
+        p.asleep = p.waits = False
         self.alarms.forget(p)
         self.frozen.get(p.rank, self.ready).append(p)
 
     def wake_all(self) -> None:
+        """But those that are proved to wait."""
         for p in self.live.values():
-            if p.asleep:
+            if p.asleep and not p.waits:
                 self.wake(p)
 
     # What programs do, in their coroutines. Every operation is a step, at which time passes,
@@ -150,9 +151,9 @@ class Machine:
         self.now_ns += 1
         return self.now_ns
 
-    def compares_clock(self, distance: int) -> None:
-        """A kernel compares the clock with a time so many ns away, at which it will wake up."""
-        self.caller.deadline = self.now_ns + distance
+    def compares_clock(self, ahead: int) -> None:
+        """A kernel compares the clock with a time so many ns ahead, at which it will wake up."""
+        self.caller.compares_clock(self.now_ns, self.now_ns + ahead)
 
     def barrier(self) -> None:
         """All threads of the program meet."""
@@ -192,7 +193,9 @@ class Machine:
         where, lanes = spans(addresses, size), _lanes(p, addresses, shape, taking)
         values = gather(addresses, size)
         stale = memory.load(p, where, values, lanes)
-        if not stale and self._is_fruitless(p, addresses, values):
+        if stale:
+            p.states.clear()
+        elif self._is_fruitless(p, addresses, values):
             self.sleep(p)
             values = gather(addresses, size)
             memory.load(p, where, values, lanes)
@@ -291,7 +294,7 @@ class Machine:
         p.asleep = True
         self.alarms.set(p)
         self.hub.switch()
-        p.round.clear()
+        p.begin_round()
 
 
 def _lanes(p: Program, addresses: Addresses, shape: tuple[int, ...], taking: Index) -> Lanes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -11,13 +12,13 @@ import greenlet
 import numpy as np
 
 from tokenyard.testing.simulator.pages import PAGE, SHIFT, Addresses
+from tokenyard.testing.simulator.recurrence import state_of
 from tokenyard.testing.simulator.weak import Pending, Written
 
 Key = tuple[int, int, int, int]
 """Of a read: first address, last, lanes, bytes of an element."""
 
 _MOST_SEEN = 4096
-_NOTED_ROUNDS = 4
 _WORD = 8
 
 
@@ -55,9 +56,11 @@ class Program(Pending):
         self.alarms: list[dict[Program, list[int]]] = []  # where :class:`Alarms` has it
         self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
         self.tried = False  # whether it has had the longest patience since it last saw anything new
+        self.states: set[int] = set()  # of its patient rounds, see :func:`state_of`
+        self.waits = False  # whether it is proved to wait, asleep: for memory, or its deadline
         self.notes = False  # whether it is to note what it compares with what it has read
         self.compared: dict[int, list[Any]] = {}  # address -> values, since the last read of it
-        self.deadline: int | None = None
+        self.deadline: int | None = None  # the next time that it compares the clock with
         self.reads_clock = False
         self.seen: dict[Key, bytes] = {}
         self.round: dict[Key, Addresses] = {}
@@ -66,11 +69,6 @@ class Program(Pending):
     def frame(self) -> FrameType | None:
         """Where it stands, the innermost frame; None if it does not run yet or has ended."""
         return None if self._greenlet is None else self._greenlet.gr_frame
-
-    @property
-    def takes_notes(self) -> bool:
-        """Whether it is to note what it compares, and these are its last rounds."""
-        return self.notes and self.patience <= _NOTED_ROUNDS
 
     def go_on(self) -> bool:
         """From the scheduler's thread: run until it gives way. Whether it has ended."""
@@ -94,7 +92,7 @@ class Program(Pending):
     def advances(self) -> None:
         """It has changed something: what it saw before says nothing about what it will do."""
         self.seen.clear()
-        self.round.clear()
+        self.begin_round()
         self.compared.clear()
         self.deadline, self.reads_clock, self.patience = None, False, 0
         self.notes = self.tried = False
@@ -107,15 +105,34 @@ class Program(Pending):
             if old is not None or len(self.seen) > _MOST_SEEN:
                 self.advances()
             self.seen[key] = value
-            self.round.clear()
+            self.begin_round()
             return False
         if key in self.round:
-            if self.patience > 0:
+            if self.patience > 0 and not self._recurs():
                 self.patience -= key == next(iter(self.round))
                 return None
             return True
         self.round[key] = addresses
         return None
+
+    def begin_round(self) -> None:
+        """What it has read until now is no part of a cycle."""
+        self.round.clear()
+        self.states.clear()
+
+    def _recurs(self) -> bool:
+        """Whether it is in a state in which it was in this round: as nothing that it reads has
+        changed, it goes in a circle, until that changes or the clock passes its deadline."""
+        state = state_of(sys._getframe(1), Program._run.__code__)  # pyright: ignore[reportPrivateUsage]
+        self.waits = state in self.states
+        self.states.add(state)
+        return self.waits
+
+    def compares_clock(self, now: int, target: int) -> None:
+        """At the time ``now`` it compares the clock with ``target``."""
+        known = self.deadline
+        if target >= now and (known is None or known <= now or target < known):
+            self.deadline = target
 
     def polled(self) -> list[tuple[int, int]]:
         """Addresses that it reads round after round, and bytes of an element there."""

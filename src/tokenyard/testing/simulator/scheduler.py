@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import greenlet
@@ -51,7 +51,9 @@ class Simulator(Machine):
     these places is written. That is a guess (a loop may count its rounds), so before the clock
     jumps or a :class:`Deadlock` is reported, all go on for 100 more rounds, and then, once in a
     wait, for 3000 more those that read no clock, and poll nothing together with a program of their
-    rank that does. Who counts further is taken to wait.
+    rank that does. Who counts further is taken to wait. It is no guess of a program that meanwhile
+    is where it was before, with the same values in all variables: that one sleeps on until a place
+    is written or the clock reaches what it compares it with (at every other jump all look).
 
     Attributes:
         now_ns: the clock. steps: operations of programs so far.
@@ -113,7 +115,7 @@ class Simulator(Machine):
             )
         dims = _grid_of(grid)
         bound, function = bind(kernel, args, constants), kernel.rewrite()
-        launch = Launch(rank, kernel.__name__, dims, 32 * num_warps, lambda: function(**bound))
+        launch = Launch(rank, kernel.__name__, dims, 32 * num_warps, partial(function, **bound))
         if launch.size:
             self.streams[rank].append(launch)
             if len(self.streams[rank]) == 1:

@@ -11,6 +11,8 @@ from tokenyard.testing.simulator.program import Program
 from tokenyard.testing.simulator.simulation_errors import Deadlock, RanksFailed
 
 _PATIENCE = (16, 100, 3000)
+_NOTED_ROUNDS = 4
+_ALL_LOOK = 0.5
 _SECOND = 1_000_000_000
 _MOST_LINES = 40
 _MOST_PLACES = 8
@@ -20,11 +22,12 @@ class Standstill:
     """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then
     let hardware finish all that it has begun, and believe it again; then believe it of those that
     wait without a deadline, for long; then let the clock jump if ``timeouts``, or report a
-    deadlock."""
+    deadlock. Of programs that are proved to wait nothing is believed: they sleep on."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._version, self._tries = -1, 0
+        self._jumped = self._asked = -1  # versions of the last jump, and of when all took notes
 
     def resolve(self) -> None:
         """Wake somebody. RanksFailed, or Deadlock if no host code has raised: there is no way, or
@@ -34,7 +37,7 @@ class Standstill:
             self._wake_all(_PATIENCE[0])
         elif self._tries == 1:
             self._finish_stores()
-            self._wake_all(_PATIENCE[1], notes=True)
+            self._wake_all(_PATIENCE[1])
         elif self._tries > 2 or not self._wake_the_patient():
             self._jump()
             self._tries = -1
@@ -54,10 +57,12 @@ class Standstill:
         polled = {p.serial: {(p.rank, address) for address, _ in p.polled()} for p in waiting}
         timed = {place for p in waiting if p.reads_clock for place in polled[p.serial]}
         patient = [
-            p for p in waiting if not p.tried and not p.reads_clock and not polled[p.serial] & timed
+            p
+            for p in waiting
+            if not (p.waits or p.tried or p.reads_clock or polled[p.serial] & timed)
         ]
         for p in patient:
-            p.patience, p.notes, p.tried = _PATIENCE[2], False, True
+            p.patience, p.tried = _PATIENCE[2], True
             self._machine.wake(p)
         return bool(patient)
 
@@ -74,6 +79,8 @@ class Standstill:
             p.view = p.rank_view = memory.now
 
     def _jump(self) -> None:
+        """To the next deadline, and wake those that it is of. Others poll beside them at times, and
+        if nothing came of the last jump: not every comparison with the clock is known."""
         machine = self._machine
         still = {*machine.dead, *machine.frozen}
         waiting = [p for p in machine.live.values() if p.asleep and p.rank not in still]
@@ -82,18 +89,33 @@ class Standstill:
         if any(p.deadline is None and p.reads_clock for p in waiting):
             deadlines.append(machine.now_ns + _SECOND)
         if not deadlines or not machine.timeouts:
-            raise_errors(machine, _waiters(machine))
-            ways = (
-                "they would time out; timeouts=True lets them"
-                if deadlines
-                else "none of them has a timeout"
-            )
-            raise Deadlock(
-                f"nobody can go on after step {machine.steps} (seed {machine.seed}); {ways}"
-                + _waiters(machine)
-            )
+            self._give_up(bool(deadlines))
+            return
         machine.now_ns = max(machine.now_ns, min(deadlines)) + 1
+        all_look = self._jumped == machine.version or machine.rng.random() < _ALL_LOOK
+        self._jumped = machine.version
+        for p in waiting:
+            due = p.deadline is None or p.deadline <= machine.now_ns or all_look
+            p.waits = p.waits and not (p.reads_clock and due)
         self._wake_all(0)
+
+    def _give_up(self, late: bool) -> None:
+        """Report what all wait for (``late``: some with a deadline), once they have said it."""
+        machine = self._machine
+        if self._asked != machine.version:
+            self._asked = machine.version
+            for p in machine.live.values():
+                p.waits = False
+            self._wake_all(_NOTED_ROUNDS, notes=True)
+            return
+        raise_errors(machine, _waiters(machine))
+        ways = (
+            "they would time out; timeouts=True lets them" if late else "none of them has a timeout"
+        )
+        raise Deadlock(
+            f"nobody can go on after step {machine.steps} (seed {machine.seed}); {ways}"
+            + _waiters(machine)
+        )
 
 
 def raise_errors(machine: Machine, more: str = "") -> None:
