@@ -27,6 +27,7 @@ from tokenyard.rendezvous import agree, check_group, group_store, place_in, rank
 from tokenyard.results import Combined, CombineOptions, Received
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology, check_topology, node_numbers, settle_topology, this_host
+from tokenyard.tracing import traced
 from tokenyard.types import Layout, Quantize, Quantized
 
 if TYPE_CHECKING:
@@ -177,18 +178,15 @@ class ExpertParallel(Recoverable):
             x: ``[T, H]`` bf16, fp16 or fp32, or ``Quantized(data, scales)``.
             topk_idx: ``[T, K]`` int64 or int32 global expert ids, -1 = none.
             topk_weights: ``[T, K]`` bf16, fp16 or fp32, rides along as float32.
-            handle: repeat the routing (and layout) of an earlier dispatch; then leave out
-                everything that describes routing.
+            handle: repeat an earlier dispatch's routing and layout; leave out what describes them.
             layout: ``Layout.FLAT`` by default.
             exact: exactly the rows that came (the host learns the counts), or static shapes.
             expert_alignment: ``EXPERT_MAJOR`` pads each expert's block to a multiple of this.
             capacity: rows of a static ``EXPERT_MAJOR`` result; read ``overflow``.
-            quantize: cast plain rows in the send.
-            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes. Do
-                not change arguments before.
-                Engine low_latency makes one launch that sends now and one that receives in the
-                hook, both in the current stream.
-            options: of engine low_latency.
+            quantize: cast plain rows in the send. options: of engine low_latency.
+            async_op, return_hook: return at once; ``recv.wait()`` or ``recv.hook()`` finishes; do
+                not change arguments before. Engine low_latency launches twice in the current
+                stream: it sends now and receives in the hook.
             in_place: leave ``recv.x`` and ``recv.scales`` in symmetric memory (nvlink, twolevel;
                 ``FLAT``, T <= M): no copy. They are good until this object's next dispatch with
                 ``in_place=True``; using them later raises.
@@ -211,7 +209,10 @@ class ExpertParallel(Recoverable):
         except (ValueError, NotSupported) as error:
             op = DISPATCH if handle is None else CACHED
             raise calls.refuse(op, exact is not False, error) from None
-        return calls.dispatch(request) if handle is None else calls.redispatch(request)
+        make = calls.dispatch if handle is None else calls.redispatch
+        if not torch.compiler.is_compiling():
+            return make(request)
+        return traced(make, request, request.spec, handle is None)
 
     @overload
     def combine(
@@ -290,7 +291,10 @@ class ExpertParallel(Recoverable):
             request = check.combine(x, handle, weights, bias, out, in_place, when, options)
         except (ValueError, NotSupported) as error:
             raise calls.refuse(COMBINE, True, error) from None
-        combined = calls.combine(request)
+        if torch.compiler.is_compiling():
+            combined = traced(calls.combine, request, request.handle.spec)
+        else:
+            combined = calls.combine(request)
         return combined if when.later or reduce_weights is not None else combined.x
 
     def warmup(self) -> None:

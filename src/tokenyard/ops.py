@@ -146,7 +146,7 @@ def track(op: Any, function: Callable[..., Any]) -> None:
             return below(op, *arguments)  # once more traced, it leaves the same operators
         return function(below, *arguments)
 
-    _LIBRARY.impl(op, tracked, "Autograd", with_keyset=True)
+    _LIBRARY.impl(op, torch._disable_dynamo(tracked), "Autograd", with_keyset=True)  # pyright: ignore
 
 
 def _called(number: int, op: int, exact: bool = True) -> Caller:

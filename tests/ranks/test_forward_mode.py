@@ -18,6 +18,7 @@ from torch import Tensor
 import moe
 import tokenyard as ty
 from cases import Case, dispatch
+from nvlink_pool import without_devices
 from test_dispatch_combine import ENGINES, layouts, shapes
 from test_gradients import Layer, loss
 from tokenyard import checks, reference
@@ -261,6 +262,7 @@ def batched(ep: ty.ExpertParallel, case: Case, ranks: Ranks, how: str) -> object
     return torch.func.jacrev(lambda rows: ep.combine(rows, recv.handle))(recv.x.detach())
 
 
+@without_devices  # over NCCL others are told of fresh dispatches only
 @pytest.mark.parametrize("how", ["dispatch", "nested", "cached", "combine", "backward", "jacrev"])
 @distributed_test(world_size=2)
 def test_vmap_is_refused_before_anything_moves(ranks: Ranks, how: str) -> None:
@@ -312,6 +314,7 @@ def test_traces_of_torch_func_are_refused(ranks: Ranks, how: str) -> None:
         assert torch.equal(dispatch(ranks, ep, case).x, case.expected[ranks.rank].x)
 
 
+@without_devices  # over NCCL others are told of fresh dispatches only
 @pytest.mark.parametrize("what", ["quantize", "cached", "scales"])
 @distributed_test(world_size=2)
 def test_tangents_that_would_be_dropped_are_refused(ranks: Ranks, what: str) -> None:

@@ -30,7 +30,7 @@ ORDER = [
     ["call_queue", "routing", "launch", "stats", "topology", "transforms"],
     ["config"],
     ["handle", "rows"],
-    ["formats"],
+    ["formats", "tracing"],
     ["header", "limits"],
     ["memory"],
     ["rendezvous", "survivors", "redirect"],
