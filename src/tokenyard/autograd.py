@@ -133,8 +133,14 @@ def last_mark(ctx: Any, call: Call, at: int) -> Tensor | None:
 
 
 def _solid(tangent: Tensor) -> Tensor:
-    """``tangent`` with memory: torch has zeros without any."""
-    return torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent  # pyright: ignore
+    """``tangent``, or a gradient of one, with memory: torch has zeros without any."""
+    if torch.compiler.is_compiling() or not tangent._is_zerotensor():  # pyright: ignore
+        return tangent
+    return torch.zeros_like(tangent)
+
+
+def _solid_ones(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(None if grad is None else _solid(grad) for grad in grads)
 
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
@@ -198,7 +204,7 @@ class _Dispatch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, ids = recall(ctx)
-        rows, weights = grads
+        rows, weights = _solid_ones(grads)
         rows = rows if ctx.needs_input_grad[0] and ctx.plain else None
         weights = weights if ctx.needs_input_grad[3] else None
         with _Hinted(_BACKWARD):
@@ -269,7 +275,7 @@ class _Redispatch(Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, _ = recall(ctx)
         with _Hinted(_BACKWARD):
-            grad_x, _ = call.combine(grads[0], raw=call.raw)
+            grad_x, _ = call.combine(_solid(grads[0]), raw=call.raw)
         return grad_x, None, None, last_mark(ctx, call, 3)
 
     @staticmethod
@@ -327,7 +333,7 @@ class _Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, weighting = recall(ctx)
-        grad, grad_reduced = grads
+        grad, grad_reduced = _solid_ones(grads)
         needs = ctx.needs_input_grad
         grad_rows = grad_weights = grad_reduce = None
         with _Hinted(_BACKWARD):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import tokenyard as ty
 from deep_ep_calls import fresh
 from deep_ep_world import TOKENS, World, calc_diff, from_fp8, to_fp8
-from nvlink_pool import SOAK
+from nvlink_pool import SOAK, without_devices
 from operations import counted
 from tokenyard import deep_ep
 from tokenyard.deep_ep import token_layout
@@ -136,6 +136,7 @@ def test_worst_case_rows(ranks: Ranks) -> None:
             assert torch.equal(again[:num_rows], exact) and len(again) == worst
 
 
+@without_devices  # there an object whose call was refused is of no more use
 @distributed_test(world_size=2)
 def test_refusals_among_several_bounds(ranks: Ranks) -> None:
     """A refusal reaches the ranks in a call of the same ``num_worst_tokens``, and ranks whose
@@ -177,8 +178,9 @@ def test_bounds_that_differ_a_little(ranks: Ranks) -> None:
     """Ranks whose bounds are the same by ranks, rounded down, get all rows; others say so."""
     rank, buffer, world = ranks.rank, deep_ep.Buffer(ranks.group), World.of(ranks, "uneven")
     tokens = 4 if rank else 3
-    world.x[rank], world.idx[rank] = torch.ones(tokens, 128), torch.zeros(tokens, 1).long()
-    world.weights[rank] = torch.ones(tokens, 1)
+    world.x[rank] = torch.ones(tokens, 128, device=ranks.device)
+    world.idx[rank] = torch.zeros(tokens, 1, dtype=torch.int64, device=ranks.device)
+    world.weights[rank] = torch.ones(tokens, 1, device=ranks.device)
     with pytest.raises(ty.Mismatch, match="num_worst_tokens"):
         fresh(buffer, world, num_worst_tokens=12 if rank else 10)
     for worst in (12 + rank, 14 - rank):
@@ -195,9 +197,10 @@ def test_bounds_that_differ_a_little(ranks: Ranks) -> None:
 def test_one_row_too_few(ranks: Ranks) -> None:
     """A bound that does not divide by the ranks holds for their sum."""
     rank, buffer = ranks.rank, deep_ep.Buffer(ranks.group)
-    idx, x = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 128, dtype=torch.bfloat16)
-    world = World.of(ranks, "uneven")
-    world.x[rank], world.idx[rank], world.weights[rank] = x, idx, torch.ones(5, 1)
+    world, here = World.of(ranks, "uneven"), ranks.device
+    world.x[rank] = torch.ones(5, 128, dtype=torch.bfloat16, device=here)
+    world.idx[rank] = torch.zeros(5, 1, dtype=torch.int64, device=here)
+    world.weights[rank] = torch.ones(5, 1, device=here)
     with pytest.raises(ValueError, match=r"num_worst_tokens \(9\) must be at least 10"):
         fresh(buffer, world, num_worst_tokens=9)
     assert int((fresh(buffer, world, num_worst_tokens=10)[1] >= 0).sum()) == (0 if rank else 10)
@@ -384,6 +387,7 @@ def test_dtypes_bias_and_alignment(ranks: Ranks) -> None:
         assert torch.equal(buffer.combine(rows, handle, None, two)[0], (want + 3).to(dtype))
 
 
+@without_devices  # counts of nvlink become a tensor when they are read
 @distributed_test(world_size=2)
 def test_no_operation_of_torch_but_those_of_native_calls(ranks: Ranks) -> None:
     """Fresh and cached dispatch, pairs too, static shapes, combine with weights or without."""
