@@ -132,15 +132,11 @@ def last_mark(ctx: Any, call: Call, at: int) -> Tensor | None:
     return getattr(call.calls, "mark", None) if ctx.needs_input_grad[at] else None
 
 
-def _solid(tangent: Tensor) -> Tensor:
-    """``tangent``, or a gradient of one, with memory: torch has zeros without any."""
-    if torch.compiler.is_compiling() or not tangent._is_zerotensor():  # pyright: ignore
+def _solid(tangent: Any) -> Any:
+    """``tangent`` (or None), or a gradient of one, with memory: torch has zeros without any."""
+    if tangent is None or torch.compiler.is_compiling() or not tangent._is_zerotensor():
         return tangent
     return torch.zeros_like(tangent)
-
-
-def _solid_ones(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(None if grad is None else _solid(grad) for grad in grads)
 
 
 def _joining(moved: Tensor, *others: Tensor | None) -> Tensor:
@@ -204,7 +200,7 @@ class _Dispatch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, ids = recall(ctx)
-        rows, weights = _solid_ones(grads)
+        rows, weights = map(_solid, grads)
         rows = rows if ctx.needs_input_grad[0] and ctx.plain else None
         weights = weights if ctx.needs_input_grad[3] else None
         with _Hinted(_BACKWARD):
@@ -333,7 +329,7 @@ class _Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, weighting = recall(ctx)
-        grad, grad_reduced = _solid_ones(grads)
+        grad, grad_reduced = map(_solid, grads)
         needs = ctx.needs_input_grad
         grad_rows = grad_weights = grad_reduce = None
         with _Hinted(_BACKWARD):
@@ -356,8 +352,7 @@ class _Combine(Function):
             rows = gradients.weighted_tangent(
                 rows, rows_at, weights_at, weights, call.plan.gather >= 0
             )
-        reduce = None if reduce_weights is None else _solid(reduce_weights)
-        terms = tuple(_solid(term) for term in bias)
+        reduce, terms = _solid(reduce_weights), tuple(map(_solid, bias))
         again = Call(call.calls, call.spec, plan=call.plan, raw=call.raw)
         with _Hinted(_TANGENTS):
             return combine(again, rows, None, reduce, terms)

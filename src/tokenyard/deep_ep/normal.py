@@ -76,13 +76,12 @@ def check_dispatch(
             )
     else:
         inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-        tokens, size = data.shape[0], natives.world_size
-        least = size * max(tokens, 1)
-        if worst and worst < least:
+        tokens, size = max(data.shape[0], 1), natives.world_size
+        if worst and worst < size * tokens:
             raise ValueError(
-                f"num_worst_tokens ({worst}) must be at least {least}, {size} ranks times "
-                f"{max(tokens, 1)} (tokens of this one, or 1): raise it on all ranks alike, or "
-                f"split the batch"
+                f"num_worst_tokens ({worst}) must be at least {size * tokens}, {size} ranks times "
+                f"{tokens} (tokens of this one, or 1): raise it on all ranks alike, or split the "
+                f"batch"
             )
     return alignment, worst, None
 
