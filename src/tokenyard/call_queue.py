@@ -30,6 +30,10 @@ Wait = Callable[[Callable[[], Any]], Any]
 """Returns what the call that it is given returns."""
 
 
+Tell = Callable[[Exception], None]
+"""Tells the other ranks of an error that keeps this one from a call."""
+
+
 class Waitable(Protocol):
     """What ``after=`` takes: a CUDA event, an asynchronous result, anything with ``wait()``."""
 
@@ -153,20 +157,20 @@ class CallQueue:
                 "a time"
             )
 
-    def begin(self, call: Callable[[], Any], device: torch.device, when: When) -> int:
-        """Start a call and return a ticket for :meth:`take`; ``NO_TICKET`` if the caller makes it
-        now, by :meth:`run`. RuntimeError: ``MAX_OUTSTANDING`` calls wait to be taken."""
-        if not when.later:
-            if when.after is not None:
-                when.after.wait()
-            return NO_TICKET
+    def begin(
+        self, call: Callable[[], Any], device: torch.device, after: Waitable | None, tell: Tell
+    ) -> int:
+        """Start a call behind ``after`` and return a ticket for :meth:`take`. RuntimeError:
+        ``MAX_OUTSTANDING`` calls wait to be taken."""
         self._enter()
         try:
-            return self._start(call, device, when.after)
+            return self._start(call, device, after, tell)
         finally:
             self._lock.release()
 
-    def _start(self, call: Callable[[], Any], device: torch.device, after: Waitable | None) -> int:
+    def _start(
+        self, call: Callable[[], Any], device: torch.device, after: Waitable | None, tell: Tell
+    ) -> int:
         if len(self._started) >= MAX_OUTSTANDING:
             raise RuntimeError(
                 f"{len(self._started)} asynchronous calls are outstanding, {MAX_OUTSTANDING} may "
@@ -176,7 +180,10 @@ class CallQueue:
         self._tickets += 1
         ticket = self._tickets
         on_gpu = device.type == "cuda"
-        body = self._on_stream(ticket, call, device, after) if on_gpu else _on_host(call, after)
+        if on_gpu:
+            body = self._on_stream(ticket, call, device, after, tell)
+        else:
+            body = partial(self._behind, after, call, tell)
         try:
             self._started[ticket] = self._submit(body) if self._threaded else _made(body)
         except BaseException:  # interrupted in the middle of the call
@@ -204,8 +211,25 @@ class CallQueue:
         self._last = self._pool.submit(body)
         return self._last
 
+    def _behind(self, after: Waitable | None, call: Callable[[], Any], tell: Tell) -> Any:
+        """Make a call once ``after`` is over; if that raises, ``tell`` the other ranks instead."""
+        try:
+            if after is not None:
+                after.wait()
+        except Exception as error:
+            with self._turn:
+                tell(error)
+            raise
+        with self._turn:
+            return call()
+
     def _on_stream(
-        self, ticket: int, call: Callable[[], Any], device: torch.device, after: Waitable | None
+        self,
+        ticket: int,
+        call: Callable[[], Any],
+        device: torch.device,
+        after: Waitable | None,
+        tell: Tell,
     ) -> Callable[[], Any]:
         """``call`` on the communication stream, behind ``after`` or the current stream as it is."""
         here = torch.cuda.current_stream(device)
@@ -218,10 +242,8 @@ class CallQueue:
 
         def body() -> Any:
             with torch.cuda.stream(stream):
-                ready.wait()  # first: in a capture it is what makes this stream part of it
-                try:
-                    with self._turn:
-                        return call()
+                try:  # ``ready`` first: in a capture it makes this stream part of it
+                    return self._behind(ready, call, tell)
                 finally:
                     done.record()
 
@@ -324,20 +346,6 @@ def _result_of(future: Future[Any] | _Made) -> Any:
         raise
     finally:
         del future  # an error's traceback would hold it, and it holds the error
-
-
-def _on_host(call: Callable[[], Any], after: Waitable | None) -> Callable[[], Any]:
-    def body() -> Any:
-        if after is not None:
-            after.wait()
-        tracks = torch.is_grad_enabled()
-        try:
-            _set_grad_enabled(False)
-            return call()
-        finally:
-            _set_grad_enabled(tracks)
-
-    return body
 
 
 class _Made(NamedTuple):

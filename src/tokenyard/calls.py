@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenyard import autograd, transforms
 from tokenyard.autograd import Call
-from tokenyard.call_queue import When
+from tokenyard.call_queue import NO_TICKET, When
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
 from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
@@ -131,7 +131,7 @@ class Calls(Guard):
         tracked = not in_place and transforms.is_tracked(payload.x, weights)
         if tracked or when.later:
             return self._dispatch_later(request, given, tracked)
-        self._wait_before(when)
+        self._wait_before(when, "dispatch", spec)
         moved = self.make("dispatch", self.engine.dispatch, given)
         return Received(fields=self._fresh_fields(request, *moved))
 
@@ -142,7 +142,7 @@ class Calls(Guard):
         weights = transforms.detached(given.weights)
         sent = Payload(payload.x.detach(), payload.scales)
         still = DispatchArguments(sent, given.topk_idx, weights, *given[3:])
-        ticket = self._begin(partial(send, still), payload.x.device, when, "dispatch")
+        ticket = self._begin(partial(send, still), payload.x.device, when, "dispatch", given.spec)
         ahead: dict[str, Any] | None = None
 
         def finish() -> dict[str, Any]:
@@ -173,11 +173,11 @@ class Calls(Guard):
         given = CachedArguments(payload, plan, spec, mode, in_place=in_place)
         tracked = not in_place and transforms.is_tracked(x)
         if not (tracked or when.later):
-            self._wait_before(when)
+            self._wait_before(when, "cached dispatch", spec)
             moved = self.make("cached dispatch", send, given)
             return Received(fields=self._fields(x, moved, known))
         still = CachedArguments(Payload(x.detach(), payload.scales), *given[1:])
-        ticket = self._begin(partial(send, still), x.device, when, "cached dispatch")
+        ticket = self._begin(partial(send, still), x.device, when, "cached dispatch", spec)
 
         def finish() -> dict[str, Any]:
             if in_place:
@@ -203,14 +203,14 @@ class Calls(Guard):
         )
         tracked = not in_place and transforms.is_tracked(rows, weights, reduce, *bias)
         if not (tracked or when.later):
-            self._wait_before(when)
+            self._wait_before(when, "combine", spec)
             x, reduced = self.make("combine", send, given)
             return Combined(fields={"x": x, "topk_weights": reduced})
         still = CombineArguments(
             rows.detach(), plan, spec, transforms.detached(weights), transforms.detached(reduce),
             transforms.detached(bias), out, in_place=in_place, **when.extras,
         )  # fmt: skip
-        ticket = self._begin(partial(send, still), rows.device, when, "combine")
+        ticket = self._begin(partial(send, still), rows.device, when, "combine", spec)
 
         def finish() -> dict[str, Any]:
             if not tracked:
@@ -259,18 +259,27 @@ class Calls(Guard):
 
     # Now or later
 
-    def _wait_before(self, when: When) -> None:
-        """Of a call that is made now."""
-        if when.after is not None:
+    def _wait_before(self, when: When, op: str, spec: Spec) -> None:
+        """Of a call that is made now. If this raises, the other ranks hear of it."""
+        if when.after is None:
+            return
+        try:
             when.after.wait()
-            self.check_open()
+        except Exception as error:
+            self.queue.run(self.tell_unmade, op, spec, error)
+            raise
+        self.check_open()
 
-    def _begin(self, call: Callable[..., Any], device: torch.device, when: When, op: str) -> int:
+    def _begin(
+        self, call: Callable[..., Any], device: torch.device, when: When, op: str, spec: Spec
+    ) -> int:
         """Start a call and return its ticket; ``NO_TICKET`` of one now, without extras."""
-        if not when.extras or (when.later and not when.in_two):
-            return self.queue.begin(self.watched(call, op), device, when)
-        if when.after is not None:
-            when.after.wait()
+        if when.later and not when.in_two:
+            tell = partial(self.tell_unmade, op, spec)
+            return self.queue.begin(self.watched(call, op), device, when.after, tell)
+        self._wait_before(when, op, spec)
+        if not when.extras:
+            return NO_TICKET
         made = self.make(op, call)
         return self.queue.hold(made if when.in_two else lambda: made)
 

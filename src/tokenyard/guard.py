@@ -16,7 +16,8 @@ from tokenyard.config import Config
 from tokenyard.engines.base import Engine, LowLatency
 from tokenyard.engines.failures import GRACE, IN_ORDER
 from tokenyard.errors import NotSupported, PeerTimeout, afresh, is_from_outside
-from tokenyard.header import OPS
+from tokenyard.handle import Spec
+from tokenyard.header import DISPATCH, OPS
 from tokenyard.memory.aside import Aside
 from tokenyard.memory.store import clock_of, leave
 
@@ -76,6 +77,15 @@ class Guard:
         return type(error)(
             f"{error} (other ranks cannot be told: those in this call wait until their own timeout)"
         )
+
+    def tell_unmade(self, op: str, spec: Spec, error: Exception) -> None:
+        """In the turn of a call that is not made, as its ``after`` raised: tell the other ranks."""
+        if self.failure is None:
+            exact = op != OPS[DISPATCH] or spec.exact
+            why = f"what it was to wait for (after=) raised {type(error).__name__}: {error}"
+            refuse = partial(self.engine.refuse, OPS.index(op), exact, why)
+            with suppress(PeerTimeout), transforms.outside_functorch():
+                self.watched(refuse, f"{op}, which it refused,")()
 
     def check(self) -> None:
         """Wait for all calls so far; raise what went wrong, or that this object is closed."""

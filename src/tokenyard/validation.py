@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ _NO_TANGENTS = (
     "engine 'low_latency' moves none: engines 'collective', 'nvlink' and 'twolevel' do; or "
     "detach() it"
 )
+
+
+class _Raises(NamedTuple):
+    """In place of an ``after`` that has raised: the call raises it, and tells the other ranks."""
+
+    error: Exception
+
+    def wait(self) -> None:
+        raise self.error
 
 
 class Validation:
@@ -218,8 +227,11 @@ class Validation:
         if isinstance(after, Later):
             after = after.work()
         if after is not None and derives:
-            after.wait()
-            after = None
+            try:
+                after.wait()
+                after = None
+            except Exception as error:
+                after = _Raises(error)
         if options is not None and not isinstance(options, CallOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"options ({options!r}) must be a tokenyard.CallOptions or None")
         if options is not None and options.need_low_latency:

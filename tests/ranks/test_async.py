@@ -111,6 +111,38 @@ def test_asynchronous_calls_are_differentiable(ranks: Ranks, layout: ty.Layout) 
         check_grads(layer, later.x)
 
 
+@pytest.mark.parametrize("how", ["now", "tracked", "later", "with derived arguments"])
+@distributed_test(world_size=3, engine=ENGINES)
+def test_others_hear_of_an_after_that_raises(ranks: Ranks, how: str) -> None:
+    """The call is not made, so the other ranks raise in theirs, and all go on with the next one."""
+    case = Case(ranks.world_size, dtype=torch.float32)
+    later, me = how == "later", ranks.rank
+
+    class Lost(Exception):
+        pass
+
+    class Raises:
+        def wait(self) -> None:
+            raise Lost("the input did not come")
+
+    who = pytest.raises(Lost) if me == 1 else pytest.raises(ty.PeerError, match=r"rank 1 refused")
+    after = Raises() if me == 1 else None
+    idx, weights = (each.to(ranks.device) for each in case.picks[me])
+    if how == "with derived arguments":
+        weights = weights.bfloat16()  # cast to float32 by the call
+    x = case.x[me].to(ranks.device).requires_grad_(how == "tracked")
+    with case.make(ranks) as ep:
+        recv = dispatch(ranks, ep, case)
+        for call in (
+            lambda: ep.dispatch(x, idx, weights, async_op=later, after=after),
+            lambda: ep.dispatch(x, handle=recv.handle, async_op=later, after=after),
+        )[: 1 if ranks.engine == "nvlink" else 2]:  # whose rows are under way: an end of the object
+            with who:
+                made = call()
+                made.wait()
+            check_received(dispatch(ranks, ep, case), case, me)
+
+
 @distributed_test(world_size=2, engine=ENGINES)
 def test_after_is_waited_for(ranks: Ranks) -> None:
     case = Case(ranks.world_size)

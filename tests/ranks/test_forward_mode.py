@@ -384,14 +384,14 @@ def test_a_rank_outside_of_the_level_ends_the_call_by_name(ranks: Ranks) -> None
     says what to do.
     """
     case = Case(ranks.world_size, dtype=torch.float32)
+    x, topk_idx = case.x[ranks.rank].to(ranks.device), case.picks[ranks.rank][0].to(ranks.device)
     with case.make(ranks) as ep:
         if ranks.rank == 0:
-            with fwd.dual_level():
-                x = fwd.make_dual(case.x[0], case.x[0])
-                with pytest.raises(ty.Mismatch, match=r"every rank has to enter it"):
-                    ep.dispatch(x, case.picks[0][0])
+            mismatch = pytest.raises(ty.Mismatch, match=r"every rank has to enter it")
+            with fwd.dual_level(), mismatch:
+                ep.dispatch(fwd.make_dual(x, x), topk_idx)
         else:
-            recv = ep.dispatch(case.x[1], case.picks[1][0])
+            recv = ep.dispatch(x, topk_idx)
             with pytest.raises(ty.Mismatch, match="disagree on the call"):
                 ep.combine(recv.x, recv.handle)
 

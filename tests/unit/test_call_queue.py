@@ -20,11 +20,12 @@ import torch
 
 import tokenyard as ty
 from cuda_streams import Event, Machine, Stream
-from tokenyard.call_queue import MAX_OUTSTANDING, CallQueue, When, Work
+from tokenyard.call_queue import MAX_OUTSTANDING, CallQueue, Work
 from tokenyard.engines.gloo_transport import GlooTransport
 
 GPU = torch.device("cuda", 0)
-LATER = When(later=True, after=None)
+AT_ONCE: Any = None, lambda _: None
+"""No ``after``, and nobody to be told."""
 SIZES = {"num_experts": 4, "hidden": 8, "num_topk": 2, "max_tokens_per_rank": 8, "device": "cpu"}
 X, IDX = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 2]])
 
@@ -49,7 +50,10 @@ class Scene:
         return made
 
     def begin(self, what: str, after: Any = None) -> int:
-        return self.queue.begin(self.call(what), GPU, When(later=True, after=after))
+        return self.queue.begin(self.call(what), GPU, after, self.tell)
+
+    def tell(self, error: Exception) -> None:
+        self.machine.launch(f"tell: {error}")
 
     def wait(self, call: Callable[[], Any]) -> Any:
         return call()
@@ -105,6 +109,24 @@ def test_after_takes_the_place_of_the_current_stream(machine: Machine) -> None:
     assert logs[1].index("call") < logs[1].index("not awaited")
 
 
+def test_an_after_that_raises_is_told_in_place_of_the_call(machine: Machine) -> None:
+    class Lost:
+        def wait(self) -> None:
+            raise ValueError("lost")
+
+    def play(scene: Scene) -> None:
+        scene.begin("one")
+        ticket = scene.begin("two", after=Lost())
+        with machine.on(scene.other):
+            scene.begin("three")
+        with pytest.raises(ValueError, match="lost"):
+            scene.queue.take(ticket)
+
+    logs = both(machine, play)
+    check_order(logs, "one", "tell: lost", "three")
+    assert not any("two" in log for log in logs)
+
+
 def test_who_takes_on_another_stream(machine: Machine) -> None:
     """It waits, and so does the stream whose memory the call reads."""
 
@@ -142,7 +164,7 @@ def test_a_call_that_fails_is_a_call_too(machine: Machine) -> None:
             machine.launch("half")
             raise ValueError("mine")
 
-        ticket = scene.queue.begin(fails, GPU, LATER)
+        ticket = scene.queue.begin(fails, GPU, *AT_ONCE)
         assert scene.work_of(ticket) is None
         with pytest.raises(ValueError, match="mine"):
             scene.queue.take(ticket)
@@ -219,7 +241,7 @@ class Memory(torch.Tensor):
 def test_results_are_kept_for_who_took_them(machine: Machine) -> None:
     scene = Scene(machine)
     result = torch.zeros(1).as_subclass(Memory)
-    ticket = scene.queue.begin(lambda: (1, [result], None), GPU, LATER)
+    ticket = scene.queue.begin(lambda: (1, [result], None), GPU, *AT_ONCE)
     with machine.on(scene.other):
         scene.queue.take(ticket)
     assert result.keepers == [scene.other]
@@ -233,7 +255,7 @@ def test_inputs_live_until_the_call_is_taken(machine: Machine) -> None:
 
     def begin() -> tuple[int, weakref.ref[Any]]:
         held = Input()
-        return scene.queue.begin(lambda: bool(held) and None, GPU, LATER), weakref.ref(held)
+        return scene.queue.begin(lambda: bool(held) and None, GPU, *AT_ONCE), weakref.ref(held)
 
     ticket, alive = begin()
     gc.collect()
@@ -245,7 +267,7 @@ def test_inputs_live_until_the_call_is_taken(machine: Machine) -> None:
 
 def test_a_waiting_call_behind_one_on_the_thread_runs_on_its_own_stream(machine: Machine) -> None:
     scene, gate = Scene(machine, threaded=True), threading.Event()
-    first = scene.queue.begin(scene.call("first"), GPU, When(later=True, after=cast("Any", gate)))
+    first = scene.begin("first", cast("Any", gate))
     threading.Timer(0.2, gate.set).start()
     with machine.on(scene.other):
         scene.queue.run(scene.call("second"))
@@ -264,7 +286,7 @@ def test_a_call_interrupted_in_its_launches_leaves_no_ticket(machine: Machine) -
 
     for _ in range(MAX_OUTSTANDING + 1):
         with pytest.raises(KeyboardInterrupt):
-            scene.queue.begin(struck, GPU, LATER)
+            scene.queue.begin(struck, GPU, *AT_ONCE)
     assert not scene.queue._issued and not scene.queue._started
 
 
