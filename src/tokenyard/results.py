@@ -89,7 +89,7 @@ class Later:
 
     def __repr__(self) -> str:
         """Dtypes and shapes, no values: reading these would wait for a GPU."""
-        if self._finish is not None:
+        if "x" not in self.__dict__:  # another thread may be finishing it
             return f"{type(self).__name__}(under way)"
         fields = [
             f"{name}={str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

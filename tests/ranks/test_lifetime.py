@@ -481,6 +481,18 @@ def test_objects_that_were_closed_leave_nothing_in_the_store(ranks: Ranks) -> No
     meet(ranks)
 
 
+def test_a_result_that_a_thread_finishes_is_under_way() -> None:
+    said: list[str] = []
+
+    def finish() -> dict[str, Any]:
+        said.append(repr(result))
+        return {"x": torch.zeros(2, 3)}
+
+    result = ty.Received(finish)
+    result.wait()
+    assert [*said, repr(result)] == ["Received(under way)", "Received(x=float32[2, 3])"]
+
+
 @distributed_test(world_size=2)
 def test_what_objects_say_of_themselves(ranks: Ranks) -> None:
     """Sizes, dtypes and states, and no values."""
