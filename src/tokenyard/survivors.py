@@ -88,6 +88,7 @@ def settle(
     if clock_of(store)[2]:  # there only one thread may run
         return _vote(store, rank, members, timeout, vote, lambda: None)
     answered, ended, aside = [time.monotonic()], threading.Event(), Aside()
+    patience = max(timeout, LEAST)
 
     def pulse() -> None:
         answered[0] = time.monotonic()
@@ -98,8 +99,8 @@ def settle(
     aside.close()  # it ends behind the call
     try:
         while not begun.wait(SLICE):
-            if time.monotonic() - answered[0] > timeout:
-                raise _gone(rank, f"it has not answered for {timeout} s")
+            if time.monotonic() - answered[0] > patience:
+                raise _gone(rank, f"it has not answered for {patience} s")
         return begun.result()
     except dist.DistError as error:
         raise _gone(rank, str(error).split(".")[0]) from error
