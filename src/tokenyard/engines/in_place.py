@@ -1,4 +1,4 @@
-"""Rows that stay in symmetric memory: the in-place buffer."""
+"""Symmetric memory that grows, and rows that stay there: the in-place buffer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,68 @@ from torch import Tensor
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.growing import GrowingRegion
-from tokenyard.engines.outputs import CallPlan, known_of, result_of, sent_of
+from tokenyard.engines.outputs import CallPlan, Known, known_of, result_of
 from tokenyard.engines.rings import RowLayout, addresses, sums_for
-from tokenyard.engines.signatures import Launch, Signature
+from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor
 from tokenyard.engines.workspace import PeerWorkspace
+from tokenyard.errors import PeerTimeout
 from tokenyard.handle import Arrived, Plan
 from tokenyard.kernels.direct import bind_unpack
 from tokenyard.kernels.stand_in import launch_call
 from tokenyard.kernels.structs import Payload as Sent
 from tokenyard.kernels.structs import Result
 from tokenyard.kernels.two_direct import bind_two_direct
+from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.kernels.two_pull import bind_two_pull
+from tokenyard.memory.aside import wait_for
 from tokenyard.memory.symmetric import Region, storage_over
 from tokenyard.rows import Payload, overlap, padded
 
 _PART = 256
+
+
+class GrowingRegion:
+    """The last of ``regions`` is in use; a CUDA graph may still write to a smaller one."""
+
+    def __init__(self, workspace: PeerWorkspace, monitor: StatusMonitor) -> None:
+        self._workspace, self._monitor = workspace, monitor
+        self._memory = workspace.memory
+        self.regions: list[Region] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the region in use; 0: there is none."""
+        return self.regions[-1].local.numel() if self.regions else 0
+
+    @property
+    def all_bytes(self) -> int:
+        """Of all regions."""
+        return sum(each.local.numel() for each in self.regions)
+
+    def room(self, num_bytes: int, tag: int | None = None) -> Region:
+        """A region of at least ``num_bytes``; collective when it grows, for a call of ``tag`` if
+        for one."""
+        if self.num_bytes < num_bytes:
+            if tag is not None:
+                self._meet(tag)
+            try:
+                self.regions.append(self._memory.allocate(num_bytes))
+            except PeerTimeout as lost:
+                raise self._monitor.attributed(lost) from None
+        return self.regions[-1]
+
+    def _meet(self, tag: int) -> None:
+        """Pass the call barrier. A rank in another call passes it too, but never allocates."""
+        launch = bind_two_call_barrier(self._workspace)
+        launch_call(launch, self._workspace, (), tag)
+        self._monitor.meets()
+        self._memory.settle()
+        if self._memory.device.type == "cuda" and self._memory.shared_gpu:
+            self._monitor.finish()
+        elif self._memory.device.type == "cuda":
+            wait_for(torch.cuda.current_stream(self._memory.device).synchronize)
+        self._monitor.raise_if_failed()
 
 
 class Parts(NamedTuple):
@@ -56,47 +101,35 @@ class Target(NamedTuple):
     awaited: int = 0  # what a cached dispatch tells of this rank's block
 
 
-def direct_launch(workspace: PeerWorkspace, signature: Signature, *, heap: bool = False) -> Launch:
-    """Of rows of such calls, to in-place buffers or to blocks of a ``heap``. Ask before the gate,
-    as of :func:`unpack_launch`: loading may wait for the device."""
-    top = workspace.config.num_topk
-    return signature.bound(("rows", heap), lambda: bind_two_direct(
-        workspace, top, signature.row_layout, signature.mode, signature.dtype, heap=heap
-    ))  # fmt: skip
-
-
-def unpack_launch(workspace: PeerWorkspace, signature: Signature, *, heap: bool = False) -> Launch:
-    """Of what follows such rows of a fresh dispatch: it unpacks their metadata, and out of a block
-    of a heap their scales."""
-    return signature.bound(("unpack", heap), lambda: bind_unpack(
-        workspace, workspace.config.num_topk, signature.row_layout, weighted=signature.weighted,
-        static=not signature.spec.exact, heap=heap,
-    ))  # fmt: skip
-
-
-def launch_in_place(
-    launch: Launch,
+def store_rows(
     workspace: PeerWorkspace,
+    signature: Signature,
     target: Target,
-    plan: int,
-    payload: Sent,
+    known: Known,
+    sent: Sent,
     tag: int,
-    num_tokens: int,
+    result: Result | None = None,
 ) -> None:
-    """Launch rows to ``target`` (``launch``: :func:`direct_launch`). ``plan``: its address."""
-    data, where = (plan, target.buffers, payload), target[2:]  # scales_at and what follows
-    launch_call(launch, workspace, data, tag, num_tokens, *where, workspace.config.num_experts)
-
-
-def launch_unpack(
-    launch: Launch, workspace: PeerWorkspace, target: Target, plan: int, result: Result
-) -> None:
-    """Behind :func:`launch_in_place` of a fresh dispatch, :func:`unpack_launch` into ``result``."""
-    launch(
-        workspace.state_at, plan, target.rows + target.metadata_at, target.rows + target.scales_at,
-        result.scales, result.expert_ids, result.weights, result.source, result.slots,
-        result.arrivals, workspace.config.num_experts,
-    )  # fmt: skip
+    """Launch rows to ``target``. Behind those of a fresh dispatch, which has a ``result``, what
+    unpacks their metadata to it, and out of a block of a heap their scales."""
+    topk, row_layout = workspace.config.num_topk, signature.row_layout
+    heap, unpack = target.heap_bytes > 0, None
+    rows = signature.bound(("rows", heap), lambda: bind_two_direct(
+        workspace, topk, row_layout, signature.mode, signature.dtype, heap=heap
+    ))  # fmt: skip
+    if result is not None:  # loaded before the gate, as that may wait for the device
+        unpack = signature.bound(("unpack", heap), lambda: bind_unpack(
+            workspace, topk, row_layout, weighted=signature.weighted,
+            static=not signature.spec.exact, heap=heap,
+        ))  # fmt: skip
+    data, experts = (known.route_at, target.buffers, sent), workspace.config.num_experts
+    launch_call(rows, workspace, data, tag, known.num_tokens, *target[2:], experts)
+    if unpack is not None and result is not None:
+        unpack(
+            workspace.state_at, known.route_at, target.rows + target.metadata_at,
+            target.rows + target.scales_at, result.scales, result.expert_ids, result.weights,
+            result.source, result.slots, result.arrivals, experts,
+        )  # fmt: skip
 
 
 def _forbid(storages: list[Any], why: str) -> None:
@@ -138,30 +171,26 @@ class InPlaceBuffers:
 
     def write(
         self,
-        payload: Payload,
+        sent: Sent,
         plan: Plan | CallPlan,
         signature: Signature,
         tag: int,
         num_rows: int,
-        meta_at: int = 0,
         arrived: Arrived | None = None,
     ) -> Payload:
         """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
         results."""
-        workspace, print_, known = self._workspace, signature.fingerprint, known_of(plan)
+        fingerprint, row = signature.fingerprint, signature.sent
         parts = parts_of(signature.row_layout, self._config.padded_rows)
-        self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, also in_place"))
+        self.expire(_ended(f"{head.OPS[fingerprint.op]} #{fingerprint.call}, also in_place"))
         buffer = self._buffer.room(parts.end, tag)
-        begin = buffer.local.data_ptr()
+        x, scales = self._over(0, (num_rows, row.hidden), row.dtype), None
+        if row.scale_words:
+            scales = self._over(parts.scales, (num_rows, row.num_scales), row.scale_dtype)
+        out, known, begin = Payload(x, scales), known_of(plan), buffer.local.data_ptr()
         target = Target(buffer.addresses.data_ptr(), begin, parts.scales, parts.meta)
-        out = self._payload(num_rows, signature, parts)
-        launch = direct_launch(workspace, signature)
-        unpack = None if arrived is None else unpack_launch(workspace, signature)
-        sent, tokens = sent_of(payload, meta_at), known.num_tokens
-        launch_in_place(launch, workspace, target, known.route_at, sent, tag, tokens)
-        if arrived is not None and unpack is not None:
-            result = result_of(out, plan, arrived)
-            launch_unpack(unpack, workspace, target, known.route_at, result)
+        result = None if arrived is None else result_of(out, plan, arrived)
+        store_rows(self._workspace, signature, target, known, sent, tag, result)
         self._memory.settle()
         return out
 
@@ -185,7 +214,10 @@ class InPlaceBuffers:
         copied there first, which ends the life of earlier results."""
         workspace, print_ = self._workspace, signature.fingerprint
         buffer = self._buffer.room(self._row_bytes(rows.shape[1], rows.dtype), tag)
-        launch = self._bound(signature, bias)
+        dtypes = tuple(term.dtype for term in bias)
+        launch = signature.bound(dtypes, lambda: bind_two_pull(
+            workspace, signature.row_layout, signature.dtype, dtypes
+        ))  # fmt: skip
         tokens, terms = plan.first_pick.shape[0], bias
         total = sums_for(rows, tokens, out, buffer.local, *bias)  # not where peers still read
         here = rows.data_ptr() == buffer.local.data_ptr() and rows.is_contiguous()
@@ -206,13 +238,6 @@ class InPlaceBuffers:
             self.expire(_ended(f"{head.OPS[print_.op]} #{print_.call}, in_place of other rows"))
         return total
 
-    def _bound(self, signature: Signature, bias: tuple[Tensor, ...]) -> Launch:
-        """The launch of a combine in place."""
-        dtypes, row_layout = tuple(term.dtype for term in bias), signature.row_layout
-        return signature.bound(
-            dtypes, lambda: bind_two_pull(self._workspace, row_layout, signature.dtype, dtypes)
-        )
-
     def _row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Of a buffer of rows alone."""
         return padded(self._config.padded_rows * hidden * dtype.itemsize)
@@ -222,14 +247,6 @@ class InPlaceBuffers:
         ``why``. torch has the means in its CUDA builds only; elsewhere they live on with the next
         rows."""
         _forbid(self._given, why)
-
-    def _payload(self, num_rows: int, signature: Signature, parts: Parts) -> Payload:
-        """Tensors over the rows, and over their scales if they have any."""
-        sent = signature.sent
-        x, scales = self._over(0, (num_rows, sent.hidden), sent.dtype), None
-        if sent.scale_words:
-            scales = self._over(parts.scales, (num_rows, sent.num_scales), sent.scale_dtype)
-        return Payload(x, scales)
 
     def _over(self, at: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         buffer = self._buffer.regions[-1]

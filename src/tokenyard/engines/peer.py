@@ -13,8 +13,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import IN_ORDER, FailureReports, Report
-from tokenyard.engines.growing import GrowingRegion
-from tokenyard.engines.in_place import InPlaceBuffers
+from tokenyard.engines.in_place import GrowingRegion, InPlaceBuffers
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
 from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap

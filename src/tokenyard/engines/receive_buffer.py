@@ -15,7 +15,7 @@ import torch
 from tokenyard.arguments import LARGEST
 from tokenyard.config import Config
 from tokenyard.engines.budget import most_rows_back
-from tokenyard.engines.growing import GrowingRegion
+from tokenyard.engines.in_place import GrowingRegion
 from tokenyard.engines.outputs import Known
 from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.signatures import Signature

@@ -17,27 +17,21 @@ are copied out, as metadata is: two results of one operator must not share a sto
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tokenyard.engines.budget import LEAST_BYTES
-from tokenyard.engines.in_place import (
-    Target,
-    direct_launch,
-    launch_in_place,
-    launch_unpack,
-    unpack_launch,
-)
-from tokenyard.engines.outputs import CallPlan, Counted, Known, result_of, sent_of
+from tokenyard.engines.in_place import Target, store_rows
+from tokenyard.engines.outputs import CallPlan, Known
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
-from tokenyard.handle import Arrived
+from tokenyard.kernels.structs import Payload as Sent
+from tokenyard.kernels.structs import Result
 from tokenyard.memory.heap import Heap
-from tokenyard.rows import Payload
 from tokenyard.types import Layout
 
 _UNIT = 256
@@ -132,23 +126,10 @@ class ResultHeap:
         rows: Any = torch.empty(0, dtype=sent.dtype, device=block.device)
         return rows.set_(block.untyped_storage(), at, (num_rows, sent.hidden), (sent.hidden, 1))
 
-    def write(
-        self,
-        out: Payload,
-        payload: Payload,
-        counted: Counted,
-        plan: CallPlan,
-        arrived: Arrived,
-        signature: Signature,
-    ) -> None:
-        """Launch rows to the blocks of all ranks, of which that of ``out`` is mine."""
-        workspace, route = self._workspace, counted.route.data_ptr()
-        target = self._target(signature, rows=out.x.data_ptr())
-        rows = direct_launch(workspace, signature, heap=True)
-        unpack = unpack_launch(workspace, signature, heap=True)
-        moved, tag = sent_of(payload, counted.meta_at), signature.tag
-        launch_in_place(rows, workspace, target, route, moved, tag, counted.tokens)
-        launch_unpack(unpack, workspace, target, route, result_of(out, plan, arrived))
+    def write(self, signature: Signature, plan: CallPlan, sent: Sent, result: Result) -> None:
+        """Launch rows to the blocks of all ranks, of which that of ``result`` is mine."""
+        target, tag = self._target(signature, rows=result.rows), signature.tag
+        store_rows(self._workspace, signature, target, cast("Known", plan), sent, tag, result)
 
     def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
         """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
@@ -159,7 +140,7 @@ class ResultHeap:
     def rewrite(
         self,
         block: Tensor | None,
-        payload: Payload,
+        sent: Sent,
         known: Known,
         signature: Signature,
         tag: int,
@@ -167,16 +148,13 @@ class ResultHeap:
     ) -> None:
         """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
         one; ``block`` is mine for ``num_rows``."""
-        heap, workspace = self._heap, self._workspace
-        assert heap is not None
+        assert self._heap is not None
         # where no row comes there is no block, and any place will do
-        begin = 0 if block is None else block.data_ptr() - heap.begin
+        begin = 0 if block is None else block.data_ptr() - self._heap.begin
         awaited = 0 if num_rows and block is None else self._awaited(begin, signature)
-        target = self._target(signature, awaited=awaited)
-        rows = direct_launch(workspace, signature, heap=True)
-        sent, tokens = sent_of(payload), known.num_tokens
         tag ^= pack_routing(1)  # a rank whose handle of the same routing is not of heaps: found out
-        launch_in_place(rows, workspace, target, known.route_at, sent, tag, tokens)
+        target = self._target(signature, awaited=awaited)
+        store_rows(self._workspace, signature, target, known, sent, tag)
         self._monitor.meets()  # what goes through rings behind it
 
     def _awaited(self, begin: int, signature: Signature) -> int:

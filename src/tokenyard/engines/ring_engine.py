@@ -92,7 +92,7 @@ class RingEngine(PeerEngine):
             num_rows = known.num_rows if placed else arrived
             tag = signature.tag | pack_routing(int(known.counts[2 * size]))
             if in_place:
-                out = self._in_place.write(payload, plan, signature, tag, num_rows)
+                out = self._in_place.write(sent_of(payload), plan, signature, tag, num_rows)
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 in_heap = self._heap.was_in_heap(known.counts, signature)
@@ -103,9 +103,10 @@ class RingEngine(PeerEngine):
                     signature.dtype, signature.slots_per_row if placed else 1, by_expert=placed,
                     padding=placed and signature.padding and not zeros, behind_heaps=in_heap,
                 ))  # fmt: skip
+                sent = sent_of(payload)
                 if in_heap:  # behind all that may fail on this rank alone
-                    self._heap.rewrite(block, payload, known, signature, tag, num_rows)
-                data = known.route_at, sent_of(payload), result_of(out, plan)
+                    self._heap.rewrite(block, sent, known, signature, tag, num_rows)
+                data = known.route_at, sent, result_of(out, plan)
                 numbers = known.num_tokens, self.config.num_experts, num_rows, 0  # not forced
                 launch_call(launch, self._workspace, data, tag, *numbers)
                 self._memory.settle()
@@ -248,23 +249,23 @@ class RingEngine(PeerEngine):
         if forced:
             counted = self._with_room(counted)
         plan, arrived = self._outputs.results(signature, counted, arrived_rows, num_rows)
+        sent, tag = sent_of(payload, counted.meta_at), signature.tag
         if signature.fingerprint.in_place:
-            tag, meta_at = signature.tag, counted.meta_at
-            out = self._in_place.write(payload, plan, signature, tag, num_rows, meta_at, arrived)
+            out = self._in_place.write(sent, plan, signature, tag, num_rows, arrived)
             return out, plan, arrived
         out = self._result(payload, signature, num_rows, block, zeros=False)
+        result = result_of(out, plan, arrived)
         if block is not None and signature.in_heap:
-            self._heap.write(out, payload, counted, plan, arrived, signature)
+            self._heap.write(signature, plan, sent, result)
             return out, plan, arrived
         launch = signature.bound("rows", lambda: bind_two_dispatch(
             self._workspace, config.num_topk, signature.row_layout, signature.mode, signature.dtype,
             signature.slots_per_row, by_expert=signature.experts, padding=signature.padding,
             fresh=True, weighted=signature.weighted, static=not spec.exact,
         ))  # fmt: skip
-        sent = sent_of(payload, counted.meta_at)
-        data = counted.route.data_ptr(), sent, result_of(out, plan, arrived)
+        data = plan.route_at, sent, result
         numbers = counted.tokens, config.num_experts, num_rows, int(forced)
-        launch_call(launch, self._workspace, data, signature.tag, *numbers)
+        launch_call(launch, self._workspace, data, tag, *numbers)
         return out, plan, arrived
 
     def _result(
