@@ -16,7 +16,7 @@ from tokenyard.admission import accept, check_name, invite
 from tokenyard.arguments import LARGEST, check_device, check_timeout, check_whole, whole
 from tokenyard.calls import Calls
 from tokenyard.config import Config
-from tokenyard.engines.choice import Choice
+from tokenyard.engines.base import Choice
 from tokenyard.engines.select import enter, report_of
 from tokenyard.errors import Mismatch, NotSupported, PeerError, PeerTimeout, RankExpelled, afresh
 from tokenyard.memory.symmetric import MemoryGroup

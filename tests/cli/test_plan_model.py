@@ -18,10 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE, LOW_LATENCY
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.engines.tuning import most_channels, peer_tuning
+from tokenyard.engines.tuning import HOP_US, most_channels, peer_tuning
 from tokenyard.engines.workspace import NetRing, PeerWorkspace
 from tokenyard.header import COUNTS
 from tokenyard.planner.model import (

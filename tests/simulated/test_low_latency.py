@@ -13,7 +13,7 @@ import torch
 import tokenyard as ty
 from nvlink_pool import SOAK, run_all, without_devices
 from tokenyard.config import Config
-from tokenyard.engines.crossing import crosses_once
+from tokenyard.engines.tuning import crosses_once
 from tokenyard.testing import ROUTINGS
 from tokenyard.topology import Topology
 

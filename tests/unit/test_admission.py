@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tokenyard.admission import accept, invite
 from tokenyard.config import Config
 from tokenyard.engines import select
-from tokenyard.engines.choice import Choice, Request
+from tokenyard.engines.base import Choice, Request
 from tokenyard.errors import NotSupported
 from tokenyard.memory.preflight import Report
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenyard.engines.budget import LEAST_BYTES
 from tokenyard.engines.result_heap import ResultHeap
+from tokenyard.engines.tuning import LEAST_BYTES
 from tokenyard.handle import Spec
 from tokenyard.types import Layout
 

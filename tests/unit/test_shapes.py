@@ -6,7 +6,7 @@ import pytest
 
 from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.engines import low_latency_workspace
-from tokenyard.engines.choice import Request
+from tokenyard.engines.base import Request
 from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.tuning import peer_tuning
 from tokenyard.engines.workspace import SHARED_BYTES

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.crossing import crosses_once
 from tokenyard.engines.rings import RowLayout, row_layout_of
+from tokenyard.engines.tuning import crosses_once
 from tokenyard.handle import Plan, Spec
 from tokenyard.kernels import low_latency_memory as memory_map
 from tokenyard.kernels.sync import WAIT_PHASES

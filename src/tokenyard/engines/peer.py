@@ -49,7 +49,6 @@ class PeerEngine(Engine):
 
     in_place = True
     hop_counts = 2  # ``ReceiveBuffer.needed``, ``ResultHeap.note``
-    _monitor_type = StatusMonitor
     _pulls = False
     """Whether a combine in place reads peers' rows where they are; else they are pushed."""
     _table_rows = 0
@@ -71,7 +70,7 @@ class PeerEngine(Engine):
         self.config, self.stats, self._memory = config, stats, memory
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes, pulls=self._pulls)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
-        self._monitor = self._monitor_type(config, self._workspace, failures)
+        self._monitor = StatusMonitor(config, self._workspace, failures)
         self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
         parts = (self._workspace, self._monitor)
         self._in_place = InPlaceBuffers(config, *parts)

@@ -14,11 +14,11 @@ import torch
 
 from tokenyard.arguments import LARGEST
 from tokenyard.config import Config
-from tokenyard.engines.budget import most_rows_back
 from tokenyard.engines.in_place import GrowingRegion
 from tokenyard.engines.outputs import Known
 from tokenyard.engines.rings import RowLayout
 from tokenyard.engines.signatures import Signature
+from tokenyard.engines.tuning import most_rows_back
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums

@@ -22,11 +22,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tokenyard.engines.budget import LEAST_BYTES
 from tokenyard.engines.in_place import Target, store_rows
 from tokenyard.engines.outputs import CallPlan, Known
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import StatusMonitor, pack_routing
+from tokenyard.engines.tuning import LEAST_BYTES
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import PeerTimeout
 from tokenyard.kernels.structs import Payload as Sent

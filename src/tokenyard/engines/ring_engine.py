@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
-from tokenyard.engines.budget import most_rows_there
 from tokenyard.engines.outputs import (
     CallPlan,
     Counted,
@@ -30,6 +29,7 @@ from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
 from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
+from tokenyard.engines.tuning import most_rows_there
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind

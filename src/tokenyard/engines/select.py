@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.config import Config
-from tokenyard.engines.choice import Choice, Request
+from tokenyard.engines.base import Choice, Request
 from tokenyard.engines.collective_kernels import CollectiveKernelsEngine
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.gloo_transport import GlooTransport
@@ -172,8 +172,8 @@ def _on_kernels(
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}{crossing}")
-    from tokenyard.engines.peer_choice import choose_peer
     from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+    from tokenyard.engines.twolevel import choose_peer
 
     nodes = request.engine == TWOLEVEL
     if nodes:

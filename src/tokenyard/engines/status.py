@@ -18,7 +18,7 @@ from tokenyard.engines.waits import Source
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.errors import Mismatch, PeerError, PeerTimeout, afresh, ended_from_outside
 from tokenyard.header import Fingerprint
-from tokenyard.kernels import sync
+from tokenyard.kernels import sync, two_region
 from tokenyard.kernels.exchange import BAD_AT, BAD_VALUE
 from tokenyard.memory.aside import SLICE, Aside
 from tokenyard.types import Layout, Quantize
@@ -71,8 +71,6 @@ _PHASES: dict[int, tuple[str, str]] = {
     sync.ON_PLAN.value: ("its part of the plan", "tickets"),
     sync.ON_COUNTS.value: ("its counts", "arrivals[{peer}]"),
     sync.ON_CALL_BARRIER.value: ("its barrier signal", "entered[{peer}]"),
-    sync.ON_ROWS.value: ("its rows", "tails[{peer}, {counter}]"),
-    sync.ON_ROOM.value: ("room for rows", "heads[{peer}, {counter}]"),
     sync.ON_END.value: ("the end of its rows", "dones[{peer}]"),
     sync.ON_RECEIVE_BUFFER.value: ("its rows", "landed[{peer}, {counter}]"),
 }
@@ -206,31 +204,32 @@ class StatusMonitor:
             while not memory.wait_until(ended.query, SLICE):
                 self._raise_if_told()
             return
-        aside = Aside()
-        begun = aside.start(partial(torch.cuda.synchronize, memory.device))
-        aside.close()  # it ends behind the call
-        while not begun.wait(SLICE):
-            self._raise_if_told()
-        begun.result()
+        self._until_idle(self._raise_if_told)
 
     def drain(self) -> None:
         """End the waits of this rank's kernels, and wait for the device."""
         self._stop()
-        memory, timeout, aside = self._workspace.memory, self._config.timeout, Aside()
-        memory.settle()
+        self._workspace.memory.settle()
         if self._on_gpu:
-            begun = aside.start(partial(torch.cuda.synchronize, memory.device))
-            aside.close()  # it ends behind the call
-            deadline = time.monotonic() + timeout
-            while not begun.wait(SLICE):
-                if time.monotonic() > deadline:
-                    raise PeerTimeout(
-                        f"rank {self._config.rank} waited {timeout} s in recover() for its GPU, "
-                        f"which kernels of another object or library keep: if they wait for the "
-                        f"rank that is gone, abort them (torch.distributed: abort the process "
-                        f"group), and call recover() again"
-                    )
-            begun.result()
+            self._until_idle(partial(self._check_deadline, time.monotonic() + self._config.timeout))
+
+    def _until_idle(self, look: Callable[[], object]) -> None:
+        """Wait for the device; ``look()`` is called all the while."""
+        aside = Aside()
+        begun = aside.start(partial(torch.cuda.synchronize, self._workspace.memory.device))
+        aside.close()  # it ends behind the call
+        while not begun.wait(SLICE):
+            look()
+        begun.result()
+
+    def _check_deadline(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise PeerTimeout(
+                f"rank {self._config.rank} waited {self._config.timeout} s in recover() for its "
+                f"GPU, which kernels of another object or library keep: if they wait for the rank "
+                f"that is gone, abort them (torch.distributed: abort the process group), and call "
+                f"recover() again"
+            )
 
     def failure(self) -> Report | None:
         """The report of the first rank that gave up, if any did. Raises if a kernel of this rank
@@ -341,7 +340,37 @@ class StatusMonitor:
         return Source(what, self._named(phase, peer, 0)[0], programs)
 
     def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
-        """Who was waited for, for what, and what the counter is called."""
+        """Who was waited for, for what, and what the counter is called: rings inside are named
+        after the source or owner of their rows (``docs/reference/twolevel.md``), network rings
+        after the node."""
+        grid, me = self._workspace.grid, self._config.rank
+        home, local, channels = grid.node_of(me), grid.local_of(me), self._workspace.tuning.channels
+        tails, heads = f"tails[{peer}, {counter}]", f"heads[{peer}, {counter}]"
+        if phase == two_region.ON_BOTH.value:  # a reducer: ranks of its node, then nodes
+            if peer < grid.world_size:
+                return peer, "its rows", f"{tails} (reducer)"
+            node = peer - grid.world_size
+            name = f"network tails[{node}, {counter}] (reducer)"
+            return grid.rank_at(node, local), "its node's sums", name
+        if phase == two_region.ON_NET_ROWS.value:
+            return grid.rank_at(peer, local), "its rows", f"network {tails} (forwarder)"
+        if phase == two_region.ON_NET_ROOM.value:
+            role = "combiner" if self._now.op == head.COMBINE else "network sender"
+            return grid.rank_at(peer, local), "room for rows", f"network {heads} ({role})"
+        rooms, parts = cast("list[int]", [two_region.ON_ROOMS.value, two_region.ON_PARTS.value])
+        if phase in (rooms, parts):  # peer: of my node; counter: which node's ring
+            node, channel = divmod(counter, channels)
+            ring, other = grid.rank_at(node, peer), grid.rank_at(home, peer)
+            if phase == rooms:
+                return other, "room for rows", f"heads[{ring}, {channel}] (forwarder)"
+            return other, "its rows", f"tails[{ring}, {channel}] (combiner)"
+        # An inner ring: who is at its other end, and whose rows it takes if they are another's.
+        other = grid.rank_at(home, grid.local_of(peer))
+        whose = "" if other == peer else f" of rank {peer}"
+        if phase == sync.ON_ROWS.value:
+            return other, f"rows{whose}" if whose else "its rows", f"{tails} (receiver)"
+        if phase == sync.ON_ROOM.value:
+            return other, f"room for rows{whose}", f"{heads} (sender)"
         what, name = _PHASES[phase]
         return peer, what, name.format(peer=peer, counter=counter)
 

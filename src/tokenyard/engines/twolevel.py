@@ -3,61 +3,43 @@ inside (``docs/reference/twolevel.md``). Engine ``nvlink`` is its case of one no
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from tokenyard.config import Config
 from tokenyard.engines.known import NVLINK, TWOLEVEL
 from tokenyard.engines.ring_engine import RingEngine
-from tokenyard.engines.status import StatusMonitor
+from tokenyard.engines.tuning import (
+    Tuning,
+    heap_bytes,
+    most_channels,
+    peer_tuning,
+    receive_bytes,
+    too_many,
+)
+from tokenyard.errors import NotSupported
 from tokenyard.handle import Spec
-from tokenyard.header import COMBINE
-from tokenyard.kernels import region, sync, two_region
+from tokenyard.kernels import region, two_region
 from tokenyard.routing import host_ints
+from tokenyard.topology import Topology
 
-_ROOMS, _PARTS = cast("int", two_region.ON_ROOMS.value), cast("int", two_region.ON_PARTS.value)
 
+class PeerChoice(NamedTuple):
+    """A class of engine, and what it is made with."""
 
-class TwolevelMonitor(StatusMonitor):
-    """Rings inside are named after the source or owner of their rows
-    (``docs/reference/twolevel.md``), network rings after the node."""
-
-    def _named(self, phase: int, peer: int, counter: int) -> tuple[int, str, str]:
-        grid, me = self._workspace.grid, self._config.rank
-        home, local, channels = grid.node_of(me), grid.local_of(me), self._workspace.tuning.channels
-        tails, heads = f"tails[{peer}, {counter}]", f"heads[{peer}, {counter}]"
-        if phase == two_region.ON_BOTH.value:  # a reducer: ranks of its node, then nodes
-            if peer < grid.world_size:
-                return peer, "its rows", f"{tails} (reducer)"
-            node = peer - grid.world_size
-            name = f"network tails[{node}, {counter}] (reducer)"
-            return grid.rank_at(node, local), "its node's sums", name
-        if phase == two_region.ON_NET_ROWS.value:
-            return grid.rank_at(peer, local), "its rows", f"network {tails} (forwarder)"
-        if phase == two_region.ON_NET_ROOM.value:
-            role = "combiner" if self._now.op == COMBINE else "network sender"
-            return grid.rank_at(peer, local), "room for rows", f"network {heads} ({role})"
-        if phase in (_ROOMS, _PARTS):  # peer: of my node; counter: which node's ring
-            node, channel = divmod(counter, channels)
-            ring, other = grid.rank_at(node, peer), grid.rank_at(home, peer)
-            if phase == _ROOMS:
-                return other, "room for rows", f"heads[{ring}, {channel}] (forwarder)"
-            return other, "its rows", f"tails[{ring}, {channel}] (combiner)"
-        # An inner ring: who is at its other end, and whose rows it takes if they are another's.
-        other = grid.rank_at(home, grid.local_of(peer))
-        whose = "" if other == peer else f" of rank {peer}"
-        if phase == sync.ON_ROWS.value:
-            return other, f"rows{whose}" if whose else "its rows", f"{tails} (receiver)"
-        if phase == sync.ON_ROOM.value:
-            return other, f"room for rows{whose}", f"{heads} (sender)"
-        return super()._named(phase, peer, counter)
+    engine: type[TwolevelEngine]
+    config: Config
+    tuning: Tuning
+    receive_bytes: int
+    heap_bytes: int
 
 
 class TwolevelEngine(RingEngine):
     """:class:`RingEngine` in two hops, for ranks that form a grid."""
 
     name, _pulls = TWOLEVEL, True
-    _monitor_type = TwolevelMonitor
 
     def check(self) -> None:
         super().check()
@@ -89,3 +71,26 @@ class NvlinkEngine(TwolevelEngine):
     """All ranks are one node. A combine in place pushes its rows, which may lie anywhere."""
 
     name, _pulls = NVLINK, False
+
+
+def choose_peer(
+    config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool, nodes: bool
+) -> PeerChoice:
+    """The engine with ``num_sms`` multiprocessors, ``all_sms`` or fewer than there are.
+
+    ``nodes``: engine twolevel, on the grid of ``config.topology``; else nvlink, for which all ranks
+    are one node.
+    """
+    if not nodes:
+        if why := too_many(config.world_size):
+            raise NotSupported(why)
+        config = replace(config, topology=Topology(1, config.world_size))
+    grid = config.topology
+    assert grid is not None
+    channels = most_channels(grid, 2 * config.hidden, buffer_bytes)
+    tuning = peer_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
+    if nodes:
+        return PeerChoice(TwolevelEngine, config, tuning, 0, 0)
+    received = receive_bytes(buffer_bytes, config)
+    heap = heap_bytes(buffer_bytes, config, all_sms=all_sms)
+    return PeerChoice(NvlinkEngine, config, tuning, received, heap)

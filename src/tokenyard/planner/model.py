@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from tokenyard.engines.budget import LEAST_BYTES, most_rows_there
-from tokenyard.engines.crossing import HOP_US
 from tokenyard.engines.known import COLLECTIVE
+from tokenyard.engines.tuning import HOP_US, LEAST_BYTES, most_rows_there
 from tokenyard.planner.rates import CallRates, Rates
 from tokenyard.planner.sizes import Ring, Sizes, nvlink_sizes
 from tokenyard.planner.traffic import Traffic, traffic

@@ -6,9 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tokenyard.engines.budget import heap_bytes, receive_bytes
 from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
-from tokenyard.engines.tuning import Tuning, least_bytes, most_channels, peer_tuning, too_many
+from tokenyard.engines.tuning import (
+    Tuning,
+    heap_bytes,
+    least_bytes,
+    most_channels,
+    peer_tuning,
+    receive_bytes,
+    too_many,
+)
 from tokenyard.header import COUNTS
 from tokenyard.planner.workload import DTYPES, Workload
 from tokenyard.rows import Payload

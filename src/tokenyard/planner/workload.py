@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tokenyard.config import Config
-from tokenyard.engines.crossing import crosses_once
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
+from tokenyard.engines.tuning import crosses_once
 from tokenyard.formats import FORMATS
 from tokenyard.routing import expert_bounds
 from tokenyard.topology import Topology
