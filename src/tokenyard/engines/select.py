@@ -27,8 +27,11 @@ from tokenyard.engines.known import (
     TWOLEVEL,
 )
 from tokenyard.engines.obstacles import obstacle_of
+from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.transport import Transport
+from tokenyard.engines.tuning import MOST_DESTINATIONS, MOST_NODES, limit_of
 from tokenyard.errors import Mismatch, NotSupported
+from tokenyard.memory import cuda, nvshmem
 from tokenyard.memory.kernel_launch import multiprocessors
 from tokenyard.memory.meeting import Meeting
 from tokenyard.memory.preflight import report, unreachable_pairs
@@ -154,14 +157,9 @@ def report_of(
 
 
 def _on_kernels(
-    memory: SymmetricMemory,
-    store: dist.Store | None,
-    most_sms: int,
-    config: Config,
-    request: Request,
-    why: str,
-    again: Again,
-) -> Choice:
+    memory: SymmetricMemory, store: dist.Store | None, most_sms: int, config: Config,
+    request: Request, why: str, again: Again,
+) -> Choice:  # fmt: skip
     """``again``: the same in another epoch."""
     num_sms, all_sms = request.sms(most_sms)
     if request.engine == LOW_LATENCY:
@@ -172,7 +170,6 @@ def _on_kernels(
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}{crossing}")
-    from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
     from tokenyard.engines.twolevel import choose_peer
 
     nodes = request.engine == TWOLEVEL
@@ -182,24 +179,15 @@ def _on_kernels(
     chosen = choose_peer(config, num_sms, num_bytes, all_sms=all_sms, nodes=nodes)
     failures = FailureReports(store or dist.HashStore(), config.rank, config.timeout)
     make = partial(
-        chosen.engine,
-        chosen.config,
-        memory,
-        tuning=chosen.tuning,
-        buffer_bytes=num_bytes,
-        receive_bytes=chosen.receive_bytes,
-        heap_bytes=chosen.heap_bytes,
-        failures=failures,
-    )
-    others = partial(_with_others, again, request, memory)
-    name, gpu = chosen.engine.name, memory.device
-    return Choice(make, gpu, f"{name}: {why}", others, request, most_sms)
+        chosen.engine, chosen.config, memory, tuning=chosen.tuning, buffer_bytes=num_bytes,
+        receive_bytes=chosen.receive_bytes, heap_bytes=chosen.heap_bytes, failures=failures,
+    )  # fmt: skip
+    others, why = partial(_with_others, again, request, memory), f"{chosen.engine.name}: {why}"
+    return Choice(make, memory.device, why, others, request, most_sms)
 
 
 def _grid(config: Config, request: Request) -> Topology:
     """The grid of engine twolevel."""
-    from tokenyard.engines.tuning import MOST_DESTINATIONS, MOST_NODES, limit_of
-
     grid = config.topology
     if grid is None:
         why = f"{request.no_grid}; engine 'collective' does not"
@@ -226,17 +214,10 @@ def _gpu(group: dist.ProcessGroup | None, device: torch.device | None) -> torch.
 
 
 def _cuda_memory(
-    group: dist.ProcessGroup | None,
-    store: dist.Store | None,
-    config: Config,
-    gpu: torch.device,
-    request: Request,
-    apart: bool,
-) -> tuple[SymmetricMemory, str]:
+    group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, gpu: torch.device,
+    request: Request, apart: bool,
+) -> tuple[SymmetricMemory, str]:  # fmt: skip
     """Memory of GPUs, and why it is that kind. ``apart``: see :func:`_common_obstacle`."""
-    from tokenyard.memory import nvshmem
-    from tokenyard.memory.cuda import CudaMemory
-
     part = None if store is None else dist.PrefixStore("memory", store)
     place = (group, config.rank, config.world_size, gpu, config.timeout)
     grid = config.topology
@@ -248,17 +229,14 @@ def _cuda_memory(
     if puts and several and grid is not None and nvshmem.is_available():
         memory = nvshmem.NvshmemMemory(*place, store=part, ranks_per_node=grid.ranks_per_node)
         return memory, f"NVSHMEM between nodes of {grid.ranks_per_node} GPUs"
-    memory = CudaMemory(*place, store=part, members=config.members)
+    memory = cuda.CudaMemory(*place, store=part, members=config.members)
     return memory, f"{_number_of(config)} GPUs that map each other's memory"
 
 
 def _common_obstacle(
-    store: dist.Store | None,
-    config: Config,
-    gpu: torch.device | None,
-    obstacle: str,
+    store: dist.Store | None, config: Config, gpu: torch.device | None, obstacle: str,
     grid: Topology | None = None,
-) -> tuple[str, int, bool]:
+) -> tuple[str, int, bool]:  # fmt: skip
     """The first obstacle of any rank, or GPUs that cannot reach each other; the fewest
     multiprocessors of a GPU; and whether GPUs of different nodes do not map each other's memory:
     the same on every rank. ``grid``: they need not if there is NVSHMEM."""
@@ -267,9 +245,7 @@ def _common_obstacle(
         return obstacle, sms, False
     size = config.world_size
     meeting = Meeting(dist.PrefixStore("engine", store), config.rank, size, config.timeout)
-    from tokenyard.memory.nvshmem import PUTS_VARIABLE, is_available, puts_are_forced
-
-    puts = grid is not None and puts_are_forced()
+    puts = grid is not None and nvshmem.puts_are_forced()
     mine = json.dumps(["cpu" if gpu is None else "cuda", obstacle, sms, puts])
     texts = meeting.exchange("the choice of an engine", mine)
     everybody: list[tuple[str, str, int, bool]] = [json.loads(text) for text in texts]
@@ -280,7 +256,8 @@ def _common_obstacle(
             raise Mismatch(f"ranks disagree on device: {both}")
         if each[3] != first[3]:
             both = f"it is set on rank {peer if each[3] else 0} and not on {0 if each[3] else peer}"
-            raise Mismatch(f"ranks disagree on {PUTS_VARIABLE}: {both}; set it on all, or on none")
+            name, remedy = nvshmem.PUTS_VARIABLE, "set it on all, or on none"
+            raise Mismatch(f"ranks disagree on {name}: {both}; {remedy}")
     found = [f"{each[1]} (rank {peer})" for peer, each in enumerate(everybody) if each[1]]
     if found or gpu is None:
         return (found or [""])[0], 0, False
@@ -289,7 +266,7 @@ def _common_obstacle(
     apart = False
     if grid is not None:
         near = [pair for pair in pairs if grid.node_of(pair.a) == grid.node_of(pair.b)]
-        if is_available() or len(near) == len(pairs):
+        if nvshmem.is_available() or len(near) == len(pairs):
             pairs, apart = near, len(near) < len(pairs)
         else:
             missing = "between nodes it needs NVSHMEM, which this torch cannot use: "
@@ -304,24 +281,18 @@ def _collective(
     group: dist.ProcessGroup | None, store: dist.Store | None, config: Config, request: Request
 ) -> Choice:
     device = request.device
-
-    def choice(transport: Transport, where: torch.device | None, why: str) -> Choice:
-        make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
-        return Choice(make, where, f"collective: {why}")
-
-    size = config.world_size
     if group is None or store is None:
         alone = GlooTransport(None, 0, 1, config.timeout)
-        return choice(alone, device, "one rank: rows only change places")
+        return _over(alone, config, device, "one rank: rows only change places")
     backends = backends_of(group)
     if device is None:
         device = _accelerator(backends)
     backend = backends.get("cpu" if device is None else device.type, "")
-    hops = _hops(config, request.no_grid)
     if backend not in ("", "gloo") and device is not None:
-        why = f"{size} ranks over the group's {backend} backend on {device.type}{hops}"
+        why = f"{config.world_size} ranks over the group's {backend} backend on {device.type}"
         failures = FailureReports(store, config.rank, config.timeout)
-        return choice(GroupTransport(group, device, backend, failures), device, why)
+        transport = GroupTransport(group, device, backend, failures)
+        return _over(transport, config, device, why + _hops(config, request.no_grid))
     if "gloo" not in backends.values():
         wanted = "CPU tensors" if device is None else f"device {device}"
         raise ValueError(
@@ -337,20 +308,23 @@ def over_gloo(
     """Engine collective over a mesh of its own, of the members of ``config``."""
     transport = GlooTransport(store, config.rank, config.world_size, config.timeout, config.members)
     why = f"{_number_of(config)} ranks over a gloo mesh of their own, through host memory"
-    make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
     again, request = partial(over_gloo, device, no_grid), Request(COLLECTIVE, no_grid=no_grid)
-    return Choice(make, device, f"collective: {why}{_hops(config, no_grid)}", again, request)
+    choice = _over(transport, config, device, why + _hops(config, no_grid))
+    return choice._replace(again=again, request=request)
+
+
+def _over(transport: Transport, config: Config, device: torch.device | None, why: str) -> Choice:
+    make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
+    return Choice(make, device, f"collective: {why}")
 
 
 def _hops(config: Config, no_grid: str) -> str:
     """What there is to say about nodes, if there are several."""
     grid = config.topology
-    if config.absent:
+    if config.absent or (grid is not None and not grid.has_levels):
         return ""
     if grid is None:
         return f"; rows cross the network once per rank, not per node: {no_grid}"
-    if not grid.has_levels:
-        return ""
     return f"; {grid} nodes and ranks: rows cross the network once per node"
 
 
