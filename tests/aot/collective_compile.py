@@ -77,10 +77,12 @@ def record(ranks: int) -> None:
                 spec = Spec(layout=layout, exact=exact)
                 given = launches.given(DispatchArguments(payload, idx, weights, spec, mode))
                 row = row_of(payload, mode)
-                launches.pack_again(payload, row, mode, plan, torch.empty(0, row.row_bytes))
+                launches.pack_again(
+                    payload, row, mode, plan, nothing, torch.empty(0, row.row_bytes)
+                )
                 recv = torch.empty(1, given.kind.row.row_bytes, dtype=torch.uint8)
-                for gather in (None, nothing):
-                    launches.gather(row, recv, gather)
+                for known in (None, plan):
+                    launches.gather(row, recv, known, spec)
     for dtype in (torch.bfloat16, torch.float32):
         for picks in (0, TOP):
             words[:] = [str(dtype), f"{picks} weights", f"of {ranks} ranks"]

@@ -3,48 +3,46 @@
 same local index, and from there on (``engines/hierarchy.py``).
 
 Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one
-gather), rows (one message per peer), place (one gather). A cached dispatch starts at pack; combine
-goes the same way back and sums on both sides.
+gather), rows (one message per peer), place (one gather). Packing begins before the host waits for
+the headers. A cached dispatch starts at pack; combine goes the same way back and sums on both
+sides. What is done on a rank is ``TorchWork``'s, or on GPUs kernels': the transport only moves
+bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.agreement import Agreement
-from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
-from tokenyard.engines.failures import IN_ORDER
+from tokenyard.engines.base import (
+    CachedArguments,
+    CombineArguments,
+    DispatchArguments,
+    Engine,
+)
+from tokenyard.engines.collective_torch import Left, TorchWork
+from tokenyard.engines.failures import IN_ORDER, Report
 from tokenyard.engines.hierarchy import Hierarchy, Hop
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.engines.receive_plan import (
-    Arrival,
-    count_arrivals,
-    localise,
-    num_result_rows,
-    settle,
-)
-from tokenyard.engines.send_plan import SendPlan, plan_send, ways_back
 from tokenyard.engines.transport import RowTransport, Spans, Transport
-from tokenyard.formats import cast_payload, row_of
+from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
-from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
-from tokenyard.routing import Placement, host_ints
-from tokenyard.rows import Payload, Routing, RowFormat, as_bytes, overlap, sum_rows
+from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind, Fingerprint
+from tokenyard.kernels.names import span
+from tokenyard.routing import host_ints
+from tokenyard.rows import Payload, RowFormat, as_bytes
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 from tokenyard.types import Layout
 
 
-class CollectiveEngine(Agreement):
+class CollectiveEngine(Engine):
     """Dispatch and combine by all-to-all. All methods are collective and run one at a time."""
 
     name, counts_by_most = COLLECTIVE, False
@@ -52,101 +50,134 @@ class CollectiveEngine(Agreement):
     def __init__(self, config: Config, transport: Transport, stats: Stats) -> None:
         grid = config.topology
         grid = grid if grid and grid.has_levels else Topology(config.world_size, 1)
-        super().__init__(config, transport, grid, relays=grid.has_levels)
+        self.config, self._transport, self._grid = config, transport, grid
         self._rows = RowTransport(transport, stats)
         self._hierarchy = Hierarchy(config, grid, self._rows) if grid.has_levels else None
+        self._num_counts = config.most_local_experts + config.matrix_ranks + int(grid.has_levels)
+        self._works: dict[torch.device, TorchWork] = {}
+        self._calls = 0
         self.waits_on_host = transport.counts_on_host
         self.returns_width = min(config.num_topk, grid.num_nodes)  # destinations of a token
         self.hop_counts = self._hierarchy.num_counts if self._hierarchy else 0
+
+    @property
+    def calls_begun(self) -> int:
+        return self._calls
 
     @property
     def buffer_bytes(self) -> int:
         """Host staging kept between calls. No symmetric memory."""
         return self._rows.num_bytes
 
+    def _work(self, device: torch.device) -> TorchWork:
+        """Whoever does the work on ``device``."""
+        if device not in self._works:
+            self._works[device] = self._make_work(device)
+        return self._works[device]
+
+    def _make_work(self, device: torch.device) -> TorchWork:
+        return TorchWork(self.config, self._grid, self._num_counts, self._rows)
+
     # Three collective calls
 
     def dispatch(self, given: DispatchArguments) -> tuple[Payload, Plan, Arrived]:
-        payload, topk_idx, weights, spec, mode, *_ = given
-        payload = cast_payload(payload, mode)
-        with record_function("tokenyard.dispatch.plan"):
-            send_plan = plan_send(topk_idx, weights, spec, self.config, self._grid.ranks_per_node)
-            kind = CallKind(DISPATCH, payload, spec, mode, weights is not None)
-            fingerprint = self._fingerprint(kind)
-            headers = self._announce(fingerprint, topk_idx, send_plan, spec)
-        with record_function("tokenyard.dispatch.pack"):
-            row = self._format(payload, routed=True, weighted=weights is not None)
-            send = self._rows.buffer("send", row, send_plan.token.numel(), payload.x.device)
-            row.pack(payload, send_plan.token, Routing(send_plan.topk_idx, send_plan.weights), send)
-        with record_function("tokenyard.dispatch.counts"):
-            everybody = headers()
-            sends, spans, sources = self._counts(send_plan, everybody, spec)
-        with record_function("tokenyard.dispatch.rows"):
-            recv = self._received(row, spans, spec, payload.x.device)
-            if not spec.exact:
+        payload, _, weights, spec, mode, *_ = given
+        work, device = self._work(payload.x.device), payload.x.device
+        with span("tokenyard.dispatch"):
+            told = self._has_headers(DISPATCH, spec.exact)
+            read = work.given(given)
+            row, sent = read.row, _no_rows(row_of(payload, mode))
+            fingerprint = self._fingerprint(
+                CallKind(DISPATCH, sent, spec, mode, weights is not None)
+            )
+            left = work.leave(read, fingerprint if told else None)
+            headers = None if left.headers is None else self._swap(left.headers, fingerprint)
+            send, returns = work.pack(read, left)
+            everybody: Any = headers().numpy() if headers else None
+            sends, spans, sources = self._counts(work, left, everybody, spec)
+            recv = self._received(row, spans, spec, device)
+            if told and not spec.exact:
                 row.vacate(recv)
-            rows = self._rows.move(send, recv, spans, "dispatch", self._calls - 1)
-            returns = ways_back(send_plan, spec, self.config)
-            rows()
-            route, hops = send_plan.token, list[int]()
+            num_rows = sum(spans.send_counts) if spec.exact else send.shape[0]
+            self._rows.move(send[:num_rows], recv, spans, "dispatch", fingerprint.call)()
+            route, hops, experts, came = left.route[:num_rows].data, list[int](), list[int](), None
             if self._hierarchy is not None:
                 hop = self._hierarchy.plan(row.topk_idx(recv), sources, spec)
-                recv = self._hierarchy.forward(row, recv, hop, "dispatch", self._calls - 1)
+                recv = self._hierarchy.forward(row, recv, hop, "dispatch", fingerprint.call)
                 route, hops = self._hierarchy.packed(route, spans, hop)
-        with record_function("tokenyard.dispatch.place"):
-            payload, place, arrived, experts = self._arrive(row, recv, sources, everybody, spec)
-            splits = self._splits(sends, sources, everybody, spec, [*hops, *experts])
-            return payload, Plan(splits, route, returns, *place, send_plan.first_pick), arrived
+            if everybody is not None:
+                came = self._transport.headers.to(device)
+                local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
+                experts = np.add.reduce(everybody[:, local], 0).tolist()
+            out, placement, arrived = work.arrive(read, recv, came, experts)
+            hops += experts if spec.exact else []
+            splits = self._splits(sends, sources, everybody, spec, hops)
+            return out, Plan(splits, route, returns, *placement, left.first_pick), arrived
 
     def redispatch(self, given: CachedArguments) -> Payload:
         payload, plan, spec, mode, raw, _ = given
-        payload = cast_payload(payload, mode)
-        with record_function("tokenyard.redispatch"):
-            fingerprint = self._fingerprint(CallKind(CACHED, payload, spec, mode, raw), plan)
+        work, device = self._work(payload.x.device), payload.x.device
+        with span("tokenyard.redispatch"):
+            row = row_of(payload, mode)
+            kind = CallKind(CACHED, _no_rows(row), spec, mode, raw)
+            fingerprint = self._fingerprint(kind, plan)
             agreed = self._check_call(fingerprint, payload.x.shape[0])
-            row = self._format(payload)
             token, spans, hop = self._known(plan, spec)
-            send = self._rows.buffer("send", row, token.numel(), payload.x.device)
-            row.pack(payload, token, None, send)
-            recv = self._received(row, spans, spec, payload.x.device)
+            send = self._rows.buffer("send", row, token.numel(), device)
+            work.pack_again(payload, row, mode, plan, token, send)
+            recv = self._received(row, spans, spec, device)
             agreed()
-            self._rows.move(send, recv, spans, "cached dispatch", self._calls - 1)()
+            self._rows.move(send, recv, spans, "cached dispatch", fingerprint.call)()
             if self._hierarchy is not None and hop is not None:
-                recv = self._hierarchy.forward(row, recv, hop, "cached dispatch", self._calls - 1)
-            if raw:
-                return row.take(recv, None)
-            return self._place(row, recv, plan.slots, plan.gather, spec, zeros=True)
+                recv = self._hierarchy.forward(row, recv, hop, "cached dispatch", fingerprint.call)
+            return work.gather(row, recv, plan if spec.placed and not raw else None, spec)
 
     def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:
-        rows, plan, spec, _, reduce_weights, bias, out, *_ = given
-        with record_function("tokenyard.combine"):
-            row, agreed = self._begin_combine(given)
+        rows, plan, spec, weights, reduce_weights, bias, out, raw, *_ = given
+        work, width = self._work(rows.device), given.width
+        with span("tokenyard.combine"):
+            reduces, placed = reduce_weights is not None, spec.placed and not raw
+            row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
+            payload, scaled = Payload(rows, None), weights is not None
+            kind = CallKind(COMBINE, payload, spec, None, width > 0, scaled)
+            fingerprint = self._fingerprint(kind, plan)
+            agreed = self._check_call(fingerprint, plan.returns.shape[0])
             token, spans, hop = self._known(plan, spec)
-            send = self._partial_sums(row, given)
+            send = as_bytes(rows)  # as they arrived, uncopied
+            if placed or reduces:
+                arrived = plan.slots.shape[0] if placed else rows.shape[0]
+                send = self._rows.buffer("send", row, arrived, rows.device)
+                slots = plan.slots if placed else None
+                work.sum_here(row, rows, slots, send, weights, reduce_weights)
             agreed()
             if self._hierarchy is not None and hop is not None:
-                send = self._hierarchy.join(row, send, hop, "combine", self._calls - 1)
+                send = self._hierarchy.join(row, send, hop, "combine", fingerprint.call)
             recv = self._rows.buffer("recv", row, token.numel(), rows.device)
-            self._rows.move(send, recv, spans.reversed(), "combine", self._calls - 1)()
-            shape = (plan.returns.shape[0], rows.shape[1])
-            out = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
-            bias = tuple(term.clone() if overlap(out, term) else term for term in bias)
-            sum_rows(row.payload(recv), plan.returns, out, bias=bias)
-            if reduce_weights is None:
-                return out, None
-            reduced = torch.empty(shape[0], row.picks, dtype=torch.float32, device=rows.device)
-            sum_rows(row.weights(recv), plan.returns, reduced)
-            return out, reduced
+            self._rows.move(send, recv, spans.reversed(), "combine", fingerprint.call)()
+            return work.sum_there(row, recv, plan.returns, bias, out)
 
-    def _begin_combine(self, given: CombineArguments) -> tuple[RowFormat, Callable[[], object]]:
-        """Rows as they travel, and what waits until all ranks are known to be in this call."""
-        rows, plan, spec, weights, reduce_weights, *_ = given
-        width, reduces = given.width, reduce_weights is not None
-        row = RowFormat(rows.shape[1], rows.dtype, picks=width, weighted=reduces)
-        sent, scaled = Payload(rows, None), weights is not None
-        kind = CallKind(COMBINE, sent, spec, None, width > 0, scaled)
-        fingerprint = self._fingerprint(kind, plan)
-        return row, self._check_call(fingerprint, plan.returns.shape[0])
+    # The others
+
+    def refuse(self, op: int, exact: bool, reason: str) -> bool:
+        if not self._has_headers(op, exact):
+            return False
+        fingerprint = Fingerprint(op, self._calls, *[0] * 13)
+        self._calls += 1
+        header = head.blank(fingerprint, self.config.world_size, self._num_counts, 0)
+        head.refuse(header, reason)
+        self._transport.swap(header, f"{head.OPS[op]} #{fingerprint.call}")()
+        return True
+
+    def awaited(self) -> int | None:
+        return self._transport.awaited(self._calls)
+
+    def failure(self) -> Report | None:
+        return self._transport.failure()
+
+    def check(self) -> None:
+        """Raise if a static dispatch was given ids out of range; the host waits for the device."""
+        for work in self._works.values():
+            work.check()
 
     def interrupt(self, text: str) -> None:
         self._transport.interrupt(text)
@@ -164,31 +195,57 @@ class CollectiveEngine(Agreement):
         size = places if self._hierarchy is None else self._hierarchy.route_size()
         return (size,), torch.int64, places
 
+    # Agreement
+
+    def _has_headers(self, op: int, exact: bool) -> bool:
+        return self._transport.counts_on_host or (op == DISPATCH and exact)
+
+    def _fingerprint(self, kind: CallKind, plan: Plan | None = None) -> Fingerprint:
+        """Of the next call; ``plan``: whose routing it repeats."""
+        self._calls += 1
+        routing = -1 if plan is None else int(plan.splits[2 * self.config.world_size])
+        return head.fingerprint_of(kind, self._calls - 1, routing)
+
+    def _check_call(self, fingerprint: Fingerprint, num_tokens: int) -> Callable[[], object]:
+        """Agree on the call ahead where headers are cheap; the function returned waits for that."""
+        if not self._has_headers(fingerprint.op, False):
+            return lambda: None
+        size = self.config.world_size
+        return self._swap(head.blank(fingerprint, size, self._num_counts, num_tokens), fingerprint)
+
+    def _swap(self, header: Tensor, fingerprint: Fingerprint) -> Callable[[], Tensor]:
+        finish = self._transport.swap(header, f"{head.OPS[fingerprint.op]} #{fingerprint.call}")
+        config = self.config
+
+        def headers() -> Tensor:
+            everybody = finish()
+            bounded = not fingerprint.exact or fingerprint.layout == Layout.EXPERT_PADDED.value
+            most = config.max_tokens_per_rank if bounded else head.MOST_ROWS
+            head.verify(everybody, config, max_rows=most)
+            return everybody
+
+        return headers
+
     # Before rows move
 
     def _counts(
-        self, send_plan: SendPlan, headers: Tensor | None, spec: Spec
+        self, work: TorchWork, left: Left, headers: Any, spec: Spec
     ) -> tuple[list[int], Spans, list[int]]:
-        """Rows to each rank ``[R]``, spans of the first hop, and rows from each rank ``[R]``."""
+        """Rows to each rank ``[R]``, spans of the first hop, and rows from each rank ``[R]``.
+        ``headers``: all ranks', if there are any."""
         most, nodes = self.config.max_tokens_per_rank, self._grid.num_nodes
         if headers is None:
             everywhere = [most] * self.config.world_size
             return everywhere, self._first_hop([most] * nodes, [most] * nodes, spec), everywhere
-        counts = host_ints(torch.cat([send_plan.leaving, send_plan.counts]))
-        sources = host_ints(headers[:, head.NUM_ROWS])
-        rail = self._grid.rail_of(self.config.rank)
-        comes = sources
+        leaving, sends = work.counts(left)
+        sources = comes = headers[:, head.NUM_ROWS].tolist()
         if self._hierarchy is not None:
-            comes = host_ints(headers[rail.start :: rail.step, -1])
-        return counts[nodes:], self._first_hop(counts[:nodes], comes, spec), sources
+            rail = self._grid.rail_of(self.config.rank)
+            comes = headers[rail.start :: rail.step, -1].tolist()
+        return sends, self._first_hop(leaving, comes, spec), sources
 
     def _splits(
-        self,
-        sends: list[int],
-        sources: list[int],
-        headers: Any,
-        spec: Spec,
-        more: list[int],
+        self, sends: list[int], sources: list[int], headers: Any, spec: Spec, more: list[int]
     ) -> Tensor:
         """``Plan.splits``. ``headers``: all ranks', if there are any; ``more``: what only this
         engine reads, and rows of local experts."""
@@ -221,70 +278,10 @@ class CollectiveEngine(Agreement):
         num_rows = sum(spans.recv_counts) if spec.exact else static
         return self._rows.buffer("recv", row, num_rows, device)
 
-    # Rows
 
-    def _format(
-        self, payload: Payload, *, routed: bool = False, weighted: bool = False
-    ) -> RowFormat:
-        picks = self.config.num_topk if routed else 0
-        return replace(row_of(payload, None), picks=picks, routed=routed, weighted=weighted)
-
-    def _arrive(
-        self, row: RowFormat, recv: Tensor, sources: list[int], headers: Tensor | None, spec: Spec
-    ) -> tuple[Payload, Placement, Arrived, list[int]]:
-        """Results of rows that came, and, with exact shapes, the rows of each local expert."""
-        config, device = self.config, recv.device
-        arrival = self._arrival(row, recv, sources, spec)
-        counts: list[int] | None = None
-        if headers is None:
-            rows, pairs = count_arrivals(arrival, config)
-        else:
-            told = headers[:, head.COUNTS : head.COUNTS + config.num_local_experts]
-            rows, pairs = torch.tensor(sources, device=device), told.to(device)
-            counts = host_ints(told.sum(0))
-        num_rows = num_result_rows(spec, config, counts, recv.shape[0])
-        place, arrived = settle(arrival, spec, config, rows, pairs, num_rows)
-        payload = self._place(row, recv, place.slots, place.gather, spec, zeros=False)
-        return payload, place, arrived, counts if spec.exact and counts is not None else []
-
-    def _place(
-        self,
-        row: RowFormat,
-        recv: Tensor,
-        slots: Tensor,
-        gather: Tensor,
-        spec: Spec,
-        *,
-        zeros: bool,
-    ) -> Payload:
-        """Arrived rows in their layout. Blocks of ``EXPERT_PADDED`` are mostly empty, so spread."""
-        if spec.layout is Layout.EXPERT_PADDED:
-            return row.spread(recv, slots, gather.numel(), zeros=zeros)
-        return row.take(recv, gather if spec.placed else None)
-
-    def _arrival(self, row: RowFormat, recv: Tensor, sources: list[int], spec: Spec) -> Arrival:
-        ranks = torch.arange(self.config.world_size, device=recv.device)
-        if spec.exact:
-            repeats = torch.tensor(sources, device=recv.device)
-            source = ranks.repeat_interleave(repeats, output_size=recv.shape[0])
-        else:
-            source = ranks.repeat_interleave(self.config.max_tokens_per_rank)
-        token, topk_idx, carried = row.routing(recv)
-        local_idx, weights = localise(topk_idx, carried, self.config)
-        return Arrival(token=token, local_idx=local_idx, weights=weights, source_rank=source)
-
-    def _partial_sums(self, row: RowFormat, given: CombineArguments) -> Tensor:
-        """Sums of each arrived row's result rows; rows that stand as they arrived, uncopied."""
-        rows, plan, spec, weights, reduce_weights, *_ = given
-        placed = spec.placed and not given.raw
-        if not placed and reduce_weights is None:
-            return as_bytes(rows)
-        arrived = plan.slots.shape[0] if placed else rows.shape[0]
-        send = self._rows.buffer("send", row, arrived, rows.device)
-        if placed:
-            sum_rows(rows, plan.slots, row.payload(send), weights=weights)
-        else:
-            row.payload(send).copy_(rows)
-        if reduce_weights is not None:
-            row.weights(send).copy_(reduce_weights)
-        return send
+def _no_rows(row: RowFormat) -> Payload:
+    """Rows as they travel, none of them."""
+    x = torch.empty(0, row.hidden, dtype=row.dtype, device="cpu")
+    if not row.scale_words:
+        return Payload(x, None)
+    return Payload(x, torch.empty(0, row.num_scales, dtype=row.scale_dtype, device="cpu"))

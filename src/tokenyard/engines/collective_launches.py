@@ -25,7 +25,6 @@ from tokenyard.kernels import collective_send as send
 from tokenyard.kernels.collective_combine import bind_owner, bind_partial
 from tokenyard.kernels.combine import Partials, Sums
 from tokenyard.kernels.exchange import BAD_AT
-from tokenyard.kernels.names import span
 from tokenyard.kernels.payload import cast_of
 from tokenyard.kernels.plan import Picks, PlanOutputs
 from tokenyard.kernels.structs import Payload as Sent
@@ -44,7 +43,7 @@ class Left(NamedTuple):
     """What is filled before rows move. Rows of ``send`` and ``route`` are as many as there may
     be."""
 
-    headers: Tensor
+    headers: Tensor | None
     route: Tensor
     returns: Tensor
     first_pick: Tensor
@@ -75,21 +74,20 @@ class Given(NamedTuple):
     spec: Spec
     kind: Kind
 
+    @property
+    def row(self) -> RowFormat:
+        return self.kind.row
+
 
 class Launches:
-    """Kernels of one object on ``device``.
+    """Kernels of one object on ``device``. Methods: as of ``TorchWork``.
 
     Args:
         bind: as ``Kernels.bind``.
         programs: of a launch that moves rows.
         num_counts: words of a header behind ``header.COUNTS``.
         headers: whether there are any with static shapes too.
-
-    Attributes:
-        told: rows to each rank, on the host once the headers are.
     """
-
-    span = staticmethod(span)
 
     def __init__(
         self,
@@ -109,8 +107,8 @@ class Launches:
         with torch.inference_mode(False):
             self._none = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in _DTYPES}
             self._state = torch.zeros(send.STATE_WORDS, dtype=torch.int64, device=device)
-            self.told = torch.zeros(config.world_size, dtype=torch.int64, device="cpu")
-            self.told = self.told.pin_memory() if device.type == "cuda" else self.told
+            self._told = torch.zeros(config.world_size, dtype=torch.int64, device="cpu")
+            self._told = self._told.pin_memory() if device.type == "cuda" else self._told
 
     def check(self) -> None:
         """Raise if a dispatch without headers was given ids out of range."""
@@ -139,7 +137,7 @@ class Launches:
         tables = self._empty(torch.int32, sum(sizes))
         plan = tables.data_ptr()
         left = Left(
-            headers=self._empty(torch.int64, 0 if fingerprint is None else ranks, self._words),
+            headers=None if fingerprint is None else self._empty(torch.int64, ranks, self._words),
             route=self._empty(torch.int64, most),
             returns=self._empty(torch.int64, tokens, self._width),
             first_pick=self._empty(torch.int64, tokens, config.num_topk),
@@ -150,7 +148,7 @@ class Launches:
         outputs = PlanOutputs(left.meta, left.first_pick.data_ptr(), 0, 0, 0, 0)
         headers, host, said, call = 0, 0, 0, 0
         if fingerprint is not None:
-            headers, host = left.headers.data_ptr(), self.told.data_ptr()
+            headers, host = address(left.headers), self._told.data_ptr()
             said, call = self._said_by(kind, fingerprint).data_ptr(), fingerprint.call
         kind.plan(
             picks, said, self._state.data_ptr(), plan + 4 * sizes[0], plan, outputs, headers, host,
@@ -158,19 +156,23 @@ class Launches:
         )  # fmt: skip
         return left
 
-    def pack(self, given: Given, left: Left) -> None:
-        """Launch what fills the rows to send."""
+    def pack(self, given: Given, left: Left) -> tuple[Tensor, Tensor]:
         x, scales = given.payload
         given.kind.pack(
             Sent(x.data_ptr(), address(scales), left.meta), left.tables.data_ptr(),
             left.route.data_ptr(), left.returns.data_ptr(), left.send.data_ptr(), x.shape[0],
             left.stride,
         )  # fmt: skip
+        return left.send, left.returns
+
+    def counts(self, left: Left) -> tuple[list[int], list[int]]:
+        told = host_ints(self._told)
+        return told, told
 
     def pack_again(
-        self, payload: Payload, row: RowFormat, mode: Quantize | None, plan: Plan, rows: Tensor
-    ) -> None:
-        """Fill the ``rows`` of a cached dispatch."""
+        self, payload: Payload, row: RowFormat, mode: Quantize | None, plan: Plan, token: Tensor,
+        rows: Tensor,
+    ) -> None:  # fmt: skip
         payload = aligned(payload)
         key = ("pack", row, mode, payload.x.dtype)
         if (launch := self._kinds.get(key)) is None:
@@ -187,7 +189,6 @@ class Launches:
     def arrive(
         self, given: Given, recv: Tensor, headers: Tensor | None, counts: list[int]
     ) -> tuple[Payload, Placement, Arrived]:
-        """Place rows. ``counts``: of each local expert, if the host knows."""
         config, spec, kind = self.config, given.spec, given.kind
         came, k = recv.shape[0], kind.coming
         num_rows = num_result_rows(spec, config, counts, came)
@@ -219,8 +220,8 @@ class Launches:
         kind.place(recv.data_ptr(), told, parts, result, per_expert, *where, came, most, num_rows)
         return out, placement, arrived
 
-    def gather(self, row: RowFormat, recv: Tensor, gather: Tensor | None) -> Payload:
-        """Rows of a cached dispatch in their order; None: as they came."""
+    def gather(self, row: RowFormat, recv: Tensor, plan: Plan | None, spec: Spec) -> Payload:
+        gather = None if plan is None else plan.gather
         key = ("gather", row, gather is None)
         if (launch := self._kinds.get(key)) is None:
             by_expert, constants = gather is not None, constants_of(row)
@@ -237,15 +238,9 @@ class Launches:
     # Sums
 
     def sum_here(
-        self,
-        row: RowFormat,
-        rows: Tensor,
-        slots: Tensor | None,
-        to: Tensor,
-        weights: Tensor | None,
-        reduce_weights: Tensor | None,
-    ) -> None:
-        """Sums of each arrived row's result rows, its ``slots`` (None: rows are as they came)."""
+        self, row: RowFormat, rows: Tensor, slots: Tensor | None, to: Tensor,
+        weights: Tensor | None, reduce_weights: Tensor | None,
+    ) -> None:  # fmt: skip
         rows, width = as_aligned(rows), 0 if slots is None else slots.shape[1]
         key = ("here", row, width, slots is None, weights is None)
         if (launch := self._kinds.get(key)) is None:
@@ -258,14 +253,9 @@ class Launches:
         launch(parts, to.data_ptr(), to.shape[0])
 
     def sum_there(
-        self,
-        row: RowFormat,
-        recv: Tensor,
-        returns: Tensor,
-        bias: tuple[Tensor, ...],
+        self, row: RowFormat, recv: Tensor, returns: Tensor, bias: tuple[Tensor, ...],
         out: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Sums of what came back, by token, and of the weights behind."""
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         bias, (tokens, width) = tuple(map(as_aligned, bias)), returns.shape
         dtypes = tuple(term.dtype for term in bias)
         key = ("there", row, width, dtypes)
