@@ -21,7 +21,7 @@ from tokenyard.autograd import Call
 from tokenyard.call_queue import NO_TICKET, When
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
-from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
+from tokenyard.engines.plans import in_arrival_order, weights_of_rows
 from tokenyard.guard import Guard
 from tokenyard.handle import Arrived, Handle, Plan, Spec
 from tokenyard.ops import Moved, enlist

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tokenyard.engines.receive_plan import weights_of_rows
+from tokenyard.engines.plans import weights_of_rows
 from tokenyard.handle import Plan, Spec
 from tokenyard.routing import merge_weights
 from tokenyard.rows import take_values

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments, Engine
-from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.plans import num_result_rows
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec

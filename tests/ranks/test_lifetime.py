@@ -36,7 +36,7 @@ from cases import Case, check_received, dispatch
 from tokenyard.call_queue import MAX_OUTSTANDING
 from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.engines import gloo_transport
-from tokenyard.engines.send_plan import note_bad_index
+from tokenyard.engines.plans import note_bad_index
 from tokenyard.testing import Ranks, assert_same_bits, distributed_test
 
 # Closing

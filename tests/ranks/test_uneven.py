@@ -16,7 +16,7 @@ from bad_input import make
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
 from tokenyard import header
 from tokenyard.config import Config
-from tokenyard.engines.send_plan import counts_by_rank
+from tokenyard.engines.plans import counts_by_rank
 from tokenyard.handle import Spec
 from tokenyard.memory.symmetric import Region
 from tokenyard.routing import pick_owners

@@ -20,7 +20,7 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.collective import DISPATCH
 from tokenyard.engines.gloo_transport import GlooTransport
-from tokenyard.engines.send_plan import note_bad_index
+from tokenyard.engines.plans import note_bad_index
 from tokenyard.engines.transport import Spans
 from tokenyard.handle import Spec
 from tokenyard.header import COUNTS, NUM_ROWS, NUM_TOKENS, Fingerprint

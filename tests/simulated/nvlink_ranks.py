@@ -42,7 +42,7 @@ from simulated_tensors import OwnTensors
 from tokenyard import reference
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
-from tokenyard.engines.receive_plan import in_arrival_order, weights_of_rows
+from tokenyard.engines.plans import in_arrival_order, weights_of_rows
 from tokenyard.engines.rings import meta_words, row_layout_of
 from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
 from tokenyard.errors import PeerError

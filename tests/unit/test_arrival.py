@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from tokenyard.config import Config
-from tokenyard.engines.receive_plan import (
+from tokenyard.engines.plans import (
     Arrival,
     count_arrivals,
     localise,

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import DispatchArguments
-from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.plans import num_result_rows
 from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec

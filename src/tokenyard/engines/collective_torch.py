@@ -12,18 +12,16 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import DispatchArguments
-from tokenyard.engines.receive_plan import (
+from tokenyard.engines.plans import (
     Arrival,
-    count_arrivals,
-    localise,
-    num_result_rows,
-    settle,
-)
-from tokenyard.engines.send_plan import (
     SendPlan,
+    count_arrivals,
     counts_by_rank,
+    localise,
     note_bad_index,
+    num_result_rows,
     plan_send,
+    settle,
     ways_back,
 )
 from tokenyard.engines.transport import RowTransport

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.engines.low_latency_workspace import Workspace, kept_words, metadata_words
-from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.plans import num_result_rows
 from tokenyard.engines.rings import row_layout_of
 from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of

@@ -23,8 +23,8 @@ from tokenyard.engines.outputs import (
     sent_of,
 )
 from tokenyard.engines.peer import PeerEngine
+from tokenyard.engines.plans import num_result_rows
 from tokenyard.engines.receive_buffer import CombineOptions
-from tokenyard.engines.receive_plan import num_result_rows
 from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
 from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature

@@ -11,7 +11,7 @@ import torch
 
 from tokenyard import header as head
 from tokenyard.config import Config
-from tokenyard.engines.receive_plan import num_result_rows
+from tokenyard.engines.plans import num_result_rows
 from tokenyard.engines.rings import RowLayout, meta_words, row_layout_of
 from tokenyard.engines.status import pack
 from tokenyard.formats import row_of
