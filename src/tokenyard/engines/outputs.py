@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tokenyard.engines.signatures import Signature
 
 
+_PLACED = "slots", "picks", "gather"
+
+
 class Counted(NamedTuple):
     """What the plan's launch fills."""
 
@@ -53,11 +56,18 @@ class CallPlan:
 
     counts: Any
 
-    def __init__(self, counted: Counted, placed: Placed, num_rows: int, returns: Tensor) -> None:
+    def __init__(
+        self, counted: Counted, placed: list[Tensor], blank: Blank | None, num_rows: int,
+        returns: Tensor,
+    ) -> None:  # fmt: skip
+        """``placed``: slots, picks and gather, or a copy of ``blank``, which has them."""
         self.route_at, self.num_tokens = counted.route.data_ptr(), counted.tokens
-        self.slots_at, self.picks_at, self.gather_at = placed.at
+        at = [each.data_ptr() for each in placed]
+        if blank is not None:
+            at = [at[0] + offset for offset in blank.first_bytes]
+        self.slots_at, self.picks_at, self.gather_at = at
         self.num_rows, self.returns = num_rows, returns
-        self._counted, self._placed = counted, placed
+        self._counted, self._placed, self._blank = counted, placed, blank
         self.whole = False  # whether all tensors are made
 
     def __getattr__(self, name: str) -> Tensor:
@@ -72,8 +82,10 @@ class CallPlan:
             at = (counted.first_pick_at - counted.block.data_ptr()) // 8
             shape = self.num_tokens, counted.num_topk
             made = counted.block.view(torch.int64).as_strided(shape, (shape[1], 1), at)
+        elif self._blank is None:
+            made = self._placed[_PLACED.index(name)]
         else:
-            made = self._placed.tensor(_PLACED.index(name))
+            made = self._blank.output(self._placed[0], _PLACED.index(name))
         self.__dict__[name] = made
         return made
 
@@ -101,13 +113,8 @@ def known_of(plan: Plan | CallPlan) -> Known:
     """What kernels are told of a plan, whoever made its tensors."""
     if isinstance(plan, CallPlan):
         return cast("Known", plan)
-    return Known(
-        plan.route.data_ptr(),
-        plan.slots.data_ptr(),
-        plan.first_pick.shape[0],
-        plan.gather.shape[0],
-        plan.splits.numpy(),
-    )
+    addresses = plan.route.data_ptr(), plan.slots.data_ptr()
+    return Known(*addresses, len(plan.first_pick), len(plan.gather), plan.splits.numpy())
 
 
 def _whole(words: int) -> int:
@@ -161,22 +168,6 @@ class Blank(NamedTuple):
         return base.as_strided(shape, stride, offset)
 
 
-_PLACED = "slots", "picks", "gather"
-
-
-class Placed(NamedTuple):
-    """Where these three fields of a plan are: tensors, or in a copy of a :class:`Blank`."""
-
-    at: list[int]
-    tensors: list[Tensor]
-    blank: Blank | None
-
-    def tensor(self, number: int) -> Tensor:
-        if self.blank is None:
-            return self.tensors[number]
-        return self.blank.output(self.tensors[0], number)
-
-
 def sent_of(payload: Payload, meta_at: int = 0) -> Sent:
     """Addresses of what a dispatch sends."""
     scales = 0 if payload.scales is None else payload.scales.data_ptr()
@@ -187,13 +178,9 @@ def filled_of(counted: Counted) -> PlanOutputs:
     """Addresses of what the plan's launch fills, besides the plan."""
     *_, first_pick_at, meta_at, tokens_per_expert, offsets, ranges, overflow = counted
     return PlanOutputs(
-        meta_at,
-        first_pick_at,
-        tokens_per_expert.data_ptr(),
-        offsets.data_ptr(),
-        ranges.data_ptr(),
-        overflow.data_ptr(),
-    )
+        meta_at, first_pick_at, tokens_per_expert.data_ptr(), offsets.data_ptr(),
+        ranges.data_ptr(), overflow.data_ptr(),
+    )  # fmt: skip
 
 
 def result_of(out: Payload, plan: Plan | CallPlan, arrived: Arrived | None = None) -> Result:
@@ -203,15 +190,10 @@ def result_of(out: Payload, plan: Plan | CallPlan, arrived: Arrived | None = Non
         return Result(rows, scales, 0, 0, 0, 0, 0, known_of(plan).slots_at)
     made = cast("CallPlan", plan)
     return Result(
-        rows=rows,
-        scales=scales,
-        expert_ids=arrived.topk_idx.data_ptr(),
-        picks=made.picks_at,
-        weights=arrived.weights.data_ptr(),
-        source=arrived.source.data_ptr(),
-        arrivals=made.gather_at,
-        slots=made.slots_at,
-    )
+        rows=rows, scales=scales, expert_ids=arrived.topk_idx.data_ptr(), picks=made.picks_at,
+        weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(),
+        arrivals=made.gather_at, slots=made.slots_at,
+    )  # fmt: skip
 
 
 class Outputs:
@@ -243,7 +225,7 @@ class Outputs:
         rows."""
         with suppress(RuntimeError):  # short of memory, say: then the next call tells
             counted = self._counted(signature, tokens, table_rows)
-            arrived = _with_counts(self._arrived(signature, room), counted)
+            arrived = self._arrived(signature, room, counted)
             where = self._where(tokens, table_rows)
             signature.ahead = Ahead(where, room, counted, arrived)
 
@@ -261,18 +243,12 @@ class Outputs:
         block = ints(words)
         at = block.data_ptr()
         return Counted(
-            tokens,
-            self._topk,
-            block,
-            block,
-            route_words,
-            at + 4 * first_pick,
-            at + 4 * meta,
+            tokens, self._topk, block, block, route_words, at + 4 * first_pick, at + 4 * meta,
             tokens_per_expert=ints(local),
             offsets=ints(local + 1) if layout is Layout.EXPERT_MAJOR else none,
             ranges=ints(local, self._ranks, 2) if layout is Layout.EXPERT_PADDED else none,
             overflow=none if signature.spec.capacity is None else ints(1),
-        )
+        )  # fmt: skip
 
     def results(
         self, signature: Signature, counted: Counted, arrived_rows: int, num_rows: int
@@ -282,21 +258,19 @@ class Outputs:
         ahead, signature.ahead = signature.ahead, None
         blank = signature.blank
         if blank is not None:
-            copy = blank.words.clone()
-            begin = copy.data_ptr()
-            placed = Placed([begin + at for at in blank.first_bytes], [copy], blank)
-            arrived = _with_counts([blank.output(copy, at) for at in (3, 4, 5)], counted)
+            placed = [copy := blank.words.clone()]
+            ids, weights, source = (blank.output(copy, at) for at in (3, 4, 5))
+            arrived = Arrived(ids, weights, source, *counted[-4:])
         else:
-            made = self._placed(signature, arrived_rows, num_rows)
-            placed = Placed([each.data_ptr() for each in made], made, None)
+            placed = self._placed(signature, arrived_rows, num_rows)
             if ahead is not None and ahead.counted is counted and ahead.room == num_rows:
                 arrived = ahead.arrived
             else:
-                rest = self._arrived(signature, num_rows)
-                arrived = _with_counts(rest, counted)
-                if not signature.spec.exact and not _captures(self._device):
-                    signature.blank = Blank.of(made + rest)  # a graph would fill it in replays
-        return CallPlan(counted, placed, num_rows, self._no_returns), arrived
+                arrived = self._arrived(signature, num_rows, counted)
+                if not signature.spec.exact and not self._captures():
+                    made = [*placed, *arrived[:3]]  # a graph would fill it in replays
+                    signature.blank = Blank.of(made)
+        return CallPlan(counted, placed, blank, num_rows, self._no_returns), arrived
 
     def _placed(self, signature: Signature, arrived_rows: int, num_rows: int) -> list[Tensor]:
         """Slots, picks and the gather of a plan."""
@@ -309,8 +283,8 @@ class Outputs:
             self._make(torch.int64, (num_rows,), -1 if signature.holes else None),
         ]
 
-    def _arrived(self, signature: Signature, num_rows: int) -> list[Tensor]:
-        """Ids, weights and source tokens of result rows."""
+    def _arrived(self, signature: Signature, num_rows: int, counted: Counted) -> Arrived:
+        """Ids, weights and source tokens of result rows, and what is counted."""
         experts, rows = signature.experts, (num_rows,)
         shape = rows if experts else (num_rows, self._topk)
         hole, none = (-1, 0) if signature.holes else (None, None)
@@ -319,7 +293,7 @@ class Outputs:
             ids = self._make(torch.int64, shape, hole)
         if signature.weighted:
             weights = self._make(torch.float32, shape, none)
-        return [ids, weights, self._make(torch.int64, rows, hole)]
+        return Arrived(ids, weights, self._make(torch.int64, rows, hole), *counted[-4:])
 
     def _make(self, dtype: torch.dtype, shape: tuple[int, ...], hole: int | None) -> Tensor:
         """``hole``: what places hold to which nothing is written; None: there are none."""
@@ -327,12 +301,6 @@ class Outputs:
             return self._none[dtype].new_empty(shape)
         return torch.full(shape, hole, dtype=dtype, device=self._device)
 
-
-def _with_counts(outputs: list[Tensor], counted: Counted) -> Arrived:
-    _, _, _, _, _, _, _, *counts = counted
-    return Arrived(*outputs, *counts)
-
-
-def _captures(device: torch.device) -> bool:
-    """Whether what is asked of ``device`` now is kept in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _captures(self) -> bool:
+        """Whether what is asked of the device now is kept in a CUDA graph."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
