@@ -149,25 +149,11 @@ def _ended(what: str) -> str:
 class InPlaceBuffers:
     """The in-place buffer of one object. Tensors over it raise once it is rewritten."""
 
-    def __init__(self, config: Config, workspace: PeerWorkspace, monitor: StatusMonitor) -> None:
-        self._config, self._workspace = config, workspace
-        self._memory, self._monitor = workspace.memory, monitor
-        self._buffer = GrowingRegion(workspace, monitor)
+    def __init__(self, config: Config, workspace: PeerWorkspace, growing: GrowingRegion) -> None:
+        self._config, self._workspace, self._memory = config, workspace, workspace.memory
+        self._buffer = growing
         self._given: list[Any] = []
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
-
-    @property
-    def regions(self) -> list[Region]:
-        return self._buffer.regions
-
-    @property
-    def num_bytes(self) -> int:
-        return self._buffer.all_bytes
-
-    def close(self, why: str) -> None:
-        """End the life of all tensors given, and let go of the memory."""
-        self.expire(why)
-        self._buffer.regions.clear()
 
     def write(
         self,

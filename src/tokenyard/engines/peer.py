@@ -73,8 +73,9 @@ class PeerEngine(Engine):
         self._monitor = StatusMonitor(config, self._workspace, failures)
         self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
         parts = (self._workspace, self._monitor)
-        self._in_place = InPlaceBuffers(config, *parts)
-        self._receive = ReceiveBuffer(config, self._workspace, GrowingRegion(*parts), receive_bytes)
+        self._growing = rows, received = GrowingRegion(*parts), GrowingRegion(*parts)
+        self._in_place = InPlaceBuffers(config, self._workspace, rows)
+        self._receive = ReceiveBuffer(config, self._workspace, received, receive_bytes)
         self._heap = ResultHeap(*parts, heap_bytes, self._receive.needed_at + 1)
         self._outputs = Outputs(config, memory.device, self._route_words)
         self._signatures: dict[tuple[Any, ...], Signature] = {}
@@ -111,8 +112,8 @@ class PeerEngine(Engine):
     def buffer_bytes(self) -> int:
         """Symmetric memory of this rank: rings, signals, in-place buffer, receive buffer and heap,
         if there are any."""
-        others = self._in_place.num_bytes + self._receive.num_bytes + self._heap.num_bytes
-        return self._workspace.num_bytes + others
+        growing = sum(each.all_bytes for each in self._growing)
+        return self._workspace.num_bytes + growing + self._heap.num_bytes
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
         """Tell the other ranks that this one refuses the call they are in.
@@ -163,7 +164,7 @@ class PeerEngine(Engine):
     def drain(self) -> None:
         self._monitor.drain()
         if self._memory.ranks_per_node:  # NVSHMEM frees nothing without all ranks
-            kept = [*self._in_place.regions, *self._receive.close()]
+            kept = [each.regions[:] for each in self._growing]
             keep_for_ever([self._workspace.__dict__.get("region"), *kept])
         # what other ranks still write to lasts as long as they map it
         self._let_go("this view of symmetric memory ended with recover()")
@@ -175,8 +176,9 @@ class PeerEngine(Engine):
     def _let_go(self, why: str) -> None:
         self.count()
         self._waits.close()
-        self._in_place.close(why)
-        self._receive.close()
+        self._in_place.expire(why)
+        for each in self._growing:
+            each.regions.clear()
         self._heap.close()
         self._memory.close()
         self._signatures.clear()

@@ -24,7 +24,6 @@ from tokenyard.kernels import region
 from tokenyard.kernels.combine import Partials, Sums
 from tokenyard.kernels.push import bind_push, chunks_of
 from tokenyard.kernels.stand_in import launch_call
-from tokenyard.memory.symmetric import Region
 
 
 class CombineOptions(NamedTuple):
@@ -49,16 +48,6 @@ class ReceiveBuffer:
         self.needed_at = 2 * config.world_size + 1 + config.matrix_ranks**2  # in ``Plan.splits``
         if num_bytes:
             growing.room(num_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._growing.all_bytes
-
-    def close(self) -> list[Region]:
-        """Let go of the memory, which is returned."""
-        regions = self._growing.regions[:]
-        self._growing.regions.clear()
-        return regions
 
     def needed(self, rows: Any, most_tokens: int) -> int:
         """Rows that come back to the rank that gets most, which ``Plan.splits`` keep; -1 where that

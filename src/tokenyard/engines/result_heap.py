@@ -89,7 +89,7 @@ class ResultHeap:
         most = signature.most_rows  # before rows there is room for no more
         if self._heap is None or not 0 < room <= most or not self.counts(signature):
             return None
-        return _block(self._heap, signature, room) if _fits(self._heap, signature) else None
+        return self.block(signature, room) if _fits(self._heap, signature) else None
 
     def counts(self, signature: Signature) -> bool:
         """Whether statistics tell where the result of such a call was."""
@@ -131,11 +131,11 @@ class ResultHeap:
         target, tag = self._target(signature, rows=result.rows), signature.tag
         store_rows(self._workspace, signature, target, cast("Known", plan), sent, tag, result)
 
-    def take_again(self, signature: Signature, num_rows: int) -> Tensor | None:
-        """A block for ``num_rows`` rows of a cached dispatch; None: there is none, or no row
-        comes."""
-        assert self._heap is not None
-        return _block(self._heap, signature, num_rows) if num_rows else None
+    def block(self, signature: Signature, num_rows: int) -> Tensor | None:
+        """A block for ``num_rows`` rows, and what lies before them; None: there is no room, or no
+        row comes."""
+        num_bytes = num_rows * signature.sent.payload_bytes - _places_of(signature)[1]
+        return self._heap.take(num_bytes) if self._heap is not None and num_rows else None
 
     def rewrite(
         self,
@@ -171,11 +171,6 @@ class ResultHeap:
 def _fits(heap: Heap, signature: Signature) -> bool:
     """Whether there is room for what lies before rows; the same on all ranks."""
     return -_places_of(signature)[1] <= min(heap.num_bytes, _MOST_BEFORE)
-
-
-def _block(heap: Heap, signature: Signature, num_rows: int) -> Tensor | None:
-    """A block for ``num_rows`` rows, and what lies before them; None: there is no room."""
-    return heap.take(num_rows * signature.sent.payload_bytes - _places_of(signature)[1])
 
 
 def _places_of(signature: Signature) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class RingEngine(PeerEngine):
             else:
                 zeros = not spec.exact or spec.layout is Layout.EXPERT_PADDED
                 in_heap = self._heap.was_in_heap(known.counts, signature)
-                block = self._heap.take_again(signature, num_rows) if in_heap else None
+                block = self._heap.block(signature, num_rows) if in_heap else None
                 out = self._result(payload, signature, num_rows, block, zeros=zeros)
                 launch = signature.bound(("rings", in_heap), lambda: bind_two_dispatch(
                     self._workspace, self.config.num_topk, signature.row_layout, mode,
