@@ -38,12 +38,9 @@ _Messages = list[tuple[int, Tensor]]  # by peer
 _Works = list[tuple[int, Any]]
 
 
-def _rows(buffer: Tensor, start: int, count: int) -> Tensor:
-    return buffer[start : start + count]
-
-
-def _nonempty(messages: _Messages) -> _Messages:
-    return [(peer, rows) for peer, rows in messages if len(rows)]
+def _blocks(buffer: Tensor, starts: list[int], counts: list[int]) -> list[Tensor]:
+    """Rows of each rank."""
+    return [buffer[start : start + n] for start, n in zip(starts, counts, strict=True)]
 
 
 def _ends(messages: _Messages) -> _Messages:
@@ -145,29 +142,30 @@ class GlooTransport:
         return headers
 
     def exchange(self, send: Tensor, recv: Tensor, spans: Spans, what: str) -> Callable[[], None]:
-        own = _rows(send, spans.send_starts[self.rank], spans.send_counts[self.rank])
-        if not self._peers:  # rows stay on their device
-            _rows(recv, spans.recv_starts[self.rank], spans.recv_counts[self.rank]).copy_(own)
-            return lambda: None
-        here, there = send.cpu() if send.is_cuda else send, recv
-        if recv.is_cuda:
+        staged = recv.is_cuda and bool(self._peers)  # else rows stay on their device
+        here, there = send.cpu() if staged else send, recv
+        if staged:
             there = torch.empty(recv.shape, dtype=recv.dtype, device="cpu", pin_memory=True)
-        recvs = [(p, _rows(there, spans.recv_starts[p], spans.recv_counts[p])) for p in self._peers]
-        sends = [(p, _rows(here, spans.send_starts[p], spans.send_counts[p])) for p in self._peers]
-        finish = self._move(_nonempty(recvs), _nonempty(sends), _ROWS_TAG, f"{what}, rows")
-        own = _rows(here, spans.send_starts[self.rank], spans.send_counts[self.rank])
-        _rows(there, spans.recv_starts[self.rank], spans.recv_counts[self.rank]).copy_(own)
+        leaving = _blocks(here, spans.send_starts, spans.send_counts)
+        coming = _blocks(there, spans.recv_starts, spans.recv_counts)
+        recvs = [(peer, coming[peer]) for peer in self._peers]
+        sends = [(peer, leaving[peer]) for peer in self._peers]
+        finish = self._move(recvs, sends, _ROWS_TAG, f"{what}, rows")
+        coming[self.rank].copy_(leaving[self.rank])
 
         def arrived() -> None:
             finish()
-            if recv.is_cuda:
-                for start, count in zip(spans.recv_starts, spans.recv_counts, strict=True):
-                    _rows(recv, start, count).copy_(_rows(there, start, count), non_blocking=True)
+            if staged:
+                final = _blocks(recv, spans.recv_starts, spans.recv_counts)
+                for block, come in zip(final, coming, strict=True):
+                    block.copy_(come, non_blocking=True)
 
         return arrived
 
     def _move(self, recvs: _Messages, sends: _Messages, tag: int, what: str) -> Callable[[], None]:
-        """Post messages; the function returned waits for each, ``timeout`` seconds from now."""
+        """Post messages; the function returned waits for each, ``timeout`` seconds from now. Nobody
+        sends empty ones."""
+        recvs, sends = ([(p, rows) for p, rows in each if len(rows)] for each in (recvs, sends))
         begin, ends = time.monotonic(), (_ends(recvs), _ends(sends))
         rows = self._post("recv", recvs, tag, what)
         incoming = self._post("recv", ends[0], _END_TAG, what) + rows
