@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from tokenyard.engines.collective_kernels import Binder, CollectiveKernelsEngine
+from tokenyard.engines.collective import Binder, CollectiveEngine
 
 PROGRAMS = 3
 """Of a launch that moves rows."""
@@ -41,6 +41,6 @@ def on_kernels() -> Iterator[None]:
     """Objects made meanwhile use kernels; the language is patched once for all their launches."""
     from tokenyard.testing.interpreter import patched_language
 
-    forced = mock.patch.object(CollectiveKernelsEngine, "forced", Binder(bind, PROGRAMS))
+    forced = mock.patch.object(CollectiveEngine, "forced", Binder(bind, PROGRAMS))
     with forced, patched_language():
         yield

@@ -1,7 +1,7 @@
 """tokenyard: expert-parallel MoE dispatch and combine in pure Python."""
 
 from tokenyard.api import ExpertParallel
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import CallOptions
 from tokenyard.errors import (
     Mismatch,
     NotSupported,

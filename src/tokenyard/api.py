@@ -13,9 +13,8 @@ from tokenyard import checks
 from tokenyard.arguments import check_device, check_once, check_optional, check_sizes, check_timeout
 from tokenyard.call_queue import Waitable
 from tokenyard.config import Config
-from tokenyard.engines.base import Request
+from tokenyard.engines.base import CallOptions, Request
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
-from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.select import choose
 from tokenyard.errors import NotSupported
 from tokenyard.handle import Handle

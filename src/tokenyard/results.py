@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.call_queue import Waitable, Work
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import CallOptions
 from tokenyard.errors import afresh
 from tokenyard.formats import scales_received
 from tokenyard.handle import Handle

@@ -13,7 +13,7 @@ from tokenyard.call_queue import Waitable, When
 from tokenyard.calls import Calls, CombineRequest, DispatchRequest
 from tokenyard.config import Config
 from tokenyard.dense import waited
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import CallOptions
 from tokenyard.handle import Handle, Spec
 from tokenyard.limits import check_result
 from tokenyard.results import Later

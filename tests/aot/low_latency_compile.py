@@ -21,9 +21,8 @@ import nvlink_compile
 from low_latency_mutations import planted
 from nvlink_compile import EXPERTS, HIDDEN, RANKS, SMS, TOP, Launch, Recorder, side_by_side
 from tokenyard.config import Config
-from tokenyard.engines.base import CombineArguments, DispatchArguments
+from tokenyard.engines.base import CallOptions, CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import low_latency_tuning
 from tokenyard.handle import Spec
 from tokenyard.memory.nvshmem import PUTS_VARIABLE

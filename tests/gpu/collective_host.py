@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokenyard as ty
 from rank_per_gpu import on_each_gpu
-from tokenyard.engines import collective_kernels, group_transport
+from tokenyard.engines import collective, group_transport
 from tokenyard.memory.kernel_launch import wait_until
 
 HIDDEN, EXPERTS, TOP, TIMES = 7168, 256, 8, 20
@@ -106,7 +106,7 @@ def report(tokens: int) -> None:
     options |= {"max_tokens_per_rank": tokens, **sizes}
     rows: dict[str, list[str]] = {}
     for way in (True, False):
-        collective_kernels.ON_GPUS = way
+        collective.ON_GPUS = way
         with ty.ExpertParallel(dist.group.WORLD, **options) as ep, torch.no_grad():
             if way and first:
                 print(f"{tokens} tokens, {ep.world_size} ranks; {ep.why}")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tokenyard as ty
 from cases import Case, check_combined, check_received, dispatch, rows_to_combine
-from tokenyard.engines import collective_kernels
+from tokenyard.engines import collective
 from tokenyard.engines.collective_torch import TorchWork
 from tokenyard.testing import Ranks, assert_same_bits
 
@@ -43,12 +43,12 @@ def cases(ranks: int) -> list[Case]:
 
 def check(ranks: Ranks, case: Case) -> int:
     """One case; returns calls made."""
-    collective_kernels.ON_GPUS = True
+    collective.ON_GPUS = True
     with case.make(ranks) as ours:
-        collective_kernels.ON_GPUS = False
+        collective.ON_GPUS = False
         with case.make(ranks) as theirs:
             want = dispatch(ranks, theirs, case)
-            collective_kernels.ON_GPUS = True
+            collective.ON_GPUS = True
             recv = dispatch(ranks, ours, case)
             check_received(recv, case, ranks.rank)
             works = ours._calls.engine._works.values()

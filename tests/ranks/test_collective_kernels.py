@@ -20,7 +20,7 @@ from interpreted_collective import bind, on_kernels
 from nvlink_pool import SOAK
 from test_dispatch_combine import KINDS, combine_all_ways, layouts, shapes
 from tokenyard.engines import select
-from tokenyard.engines.collective_kernels import Binder, CollectiveKernelsEngine
+from tokenyard.engines.collective import Binder, CollectiveEngine
 from tokenyard.engines.collective_launches import FEW_TOKENS
 from tokenyard.testing import ROUTINGS, Ranks, assert_same_bits, distributed_test, poisoned
 
@@ -261,7 +261,7 @@ def test_launches_of_a_call(ranks: Ranks) -> None:
     case = Case(2)
     idx, weights = case.picks[ranks.rank]
     x = case.x[ranks.rank]
-    noting = mock.patch.object(CollectiveKernelsEngine, "forced", Binder(noted, 2))
+    noting = mock.patch.object(CollectiveEngine, "forced", Binder(noted, 2))
     with noting, case.make(ranks) as ep:
         fresh, flat = made(lambda: ep.dispatch(x, idx, weights))
         assert fresh == ["plan", "pack", "place"]

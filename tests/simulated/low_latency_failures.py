@@ -22,8 +22,7 @@ from low_latency_mutations import TORN, planted
 from low_latency_ranks import MOST_STEPS, RankRun, reached
 from nvlink_pool import little_patience
 from tokenyard import reference
-from tokenyard.engines.base import CombineArguments
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import CallOptions, CombineArguments
 from tokenyard.errors import Mismatch, PeerTimeout
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 from tokenyard.testing import ROUTINGS, assert_same_bits, poisoned

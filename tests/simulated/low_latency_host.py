@@ -23,9 +23,8 @@ from tokenyard import deep_ep
 from tokenyard.calls import Calls, DispatchRequest
 from tokenyard.config import Config
 from tokenyard.deep_ep import decode
-from tokenyard.engines.base import CombineArguments, DispatchArguments
+from tokenyard.engines.base import CallOptions, CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning
 from tokenyard.handle import Spec
 from tokenyard.memory.symmetric import Region

@@ -27,9 +27,8 @@ from low_latency_mutations import MUTATIONS, planted
 from nvlink_cases import payload_of, spec_of
 from simulated_tensors import OwnTensors
 from tokenyard import reference
-from tokenyard.engines.base import CombineArguments, DispatchArguments
+from tokenyard.engines.base import CallOptions, CombineArguments, DispatchArguments
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.low_latency_options import CallOptions
 from tokenyard.handle import Handle
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.results import received_fields

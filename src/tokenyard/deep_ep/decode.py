@@ -18,7 +18,7 @@ from tokenyard.deep_ep.inputs import flag, likely, whole
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
 from tokenyard.deep_ep.overlap import Overlap, hook_of
 from tokenyard.deep_ep.overlap import wait as wait_for
-from tokenyard.engines.low_latency_options import CallOptions
+from tokenyard.engines.base import CallOptions
 from tokenyard.header import DISPATCH
 from tokenyard.results import by_column
 from tokenyard.routing import expert_bounds

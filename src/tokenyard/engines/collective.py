@@ -5,14 +5,15 @@ same local index, and from there on (``engines/hierarchy.py``).
 Life of a fresh dispatch: plan (integers), counts (one header to and from each rank), pack (one
 gather), rows (one message per peer), place (one gather). Packing begins before the host waits for
 the headers. A cached dispatch starts at pack; combine goes the same way back and sums on both
-sides. What is done on a rank is ``TorchWork``'s, or on GPUs kernels': the transport only moves
-bytes.
+sides. The transport only moves bytes; what is done on a rank is ``TorchWork``'s. On GPUs, without a
+grid, Triton kernels do the same (``Launches``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,22 +31,45 @@ from tokenyard.engines.collective_torch import Left, TorchWork
 from tokenyard.engines.failures import IN_ORDER, Report
 from tokenyard.engines.hierarchy import Hierarchy, Hop
 from tokenyard.engines.known import COLLECTIVE
+from tokenyard.engines.obstacles import obstacle_of
 from tokenyard.engines.transport import RowTransport, Spans, Transport
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan, Spec
 from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind, Fingerprint
 from tokenyard.kernels.names import span
+from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
 from tokenyard.routing import host_ints
 from tokenyard.rows import Payload, RowFormat, as_bytes
 from tokenyard.stats import Stats
 from tokenyard.topology import Topology
 from tokenyard.types import Layout
 
+ON_GPUS = True
+"""Whether kernels are used where they can be; else torch does it all."""
+PER_SM = 4
+"""Programs of a launch on each multiprocessor."""
+
+
+class Binder(NamedTuple):
+    """``bind``: as ``Kernels.bind``. ``programs``: of a launch that moves rows."""
+
+    bind: Callable[..., Callable[..., None]]
+    programs: int
+
+
+@cache
+def _on_gpu(index: int) -> Binder:
+    sms = multiprocessors(torch.device("cuda", index))
+    bind = partial(kernels_of(index, sms).bind, together=False)  # nobody waits for another
+    return Binder(bind, PER_SM * sms)
+
 
 class CollectiveEngine(Engine):
     """Dispatch and combine by all-to-all. All methods are collective and run one at a time."""
 
     name, counts_by_most = COLLECTIVE, False
+    forced: Binder | None = None
+    """For tests: kernels are launched so, on any device."""
 
     def __init__(self, config: Config, transport: Transport, stats: Stats) -> None:
         grid = config.topology
@@ -76,7 +100,16 @@ class CollectiveEngine(Engine):
         return self._works[device]
 
     def _make_work(self, device: torch.device) -> TorchWork:
-        return TorchWork(self.config, self._grid, self._num_counts, self._rows)
+        binder = self.forced
+        if binder is None and ON_GPUS and device.type == "cuda" and torch.version.hip is None:
+            binder = None if obstacle_of(device) else _on_gpu(device.index)
+        if binder is None or self._hierarchy is not None:
+            return TorchWork(self.config, self._grid, self._num_counts, self._rows)
+        from tokenyard.engines.collective_launches import Launches
+
+        always = self._transport.counts_on_host
+        launches = Launches(self.config, device, *binder, self._num_counts, headers=always)
+        return cast("Any", launches)  # which has the same methods
 
     # Three collective calls
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import DispatchArguments
+from tokenyard.engines.collective_torch import Given
 from tokenyard.engines.plans import num_result_rows
 from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for
 from tokenyard.formats import row_of
@@ -65,20 +66,6 @@ class Kind(NamedTuple):
     place: Launch
 
 
-class Given(NamedTuple):
-    """Arguments of a fresh dispatch, as kernels read them."""
-
-    payload: Payload
-    topk_idx: Tensor
-    weights: Tensor | None
-    spec: Spec
-    kind: Kind
-
-    @property
-    def row(self) -> RowFormat:
-        return self.kind.row
-
-
 class Launches:
     """Kernels of one object on ``device``. Methods: as of ``TorchWork``.
 
@@ -125,7 +112,7 @@ class Launches:
         payload, topk_idx, weights, spec, mode, *_ = arguments
         weights = None if weights is None else weights.contiguous()
         kind = self._kind(payload, topk_idx.dtype, topk_idx.shape[0], weights, spec, mode)
-        return Given(aligned(payload), topk_idx.contiguous(), weights, spec, kind)
+        return Given(aligned(payload), topk_idx.contiguous(), weights, spec, kind.row, kind)
 
     def leave(self, given: Given, fingerprint: Fingerprint | None) -> Left:
         """Launch the plan. ``fingerprint``: of the headers, if there are any."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +35,15 @@ from tokenyard.types import Layout, Quantize
 
 
 class Given(NamedTuple):
-    """A fresh dispatch: ``payload`` is cast, ``row`` is how it travels."""
+    """A fresh dispatch: ``payload`` (cast, unless kernels do that), ``row``: how it travels,
+    ``kind``: of kernels that work on it."""
 
     payload: Payload
     topk_idx: Tensor
     weights: Tensor | None
     spec: Spec
     row: RowFormat
+    kind: Any = None
 
 
 class Left(NamedTuple):
@@ -74,7 +76,7 @@ class TorchWork:
     def leave(self, given: Given, fingerprint: Fingerprint | None) -> Left:
         """Plan, and fill the headers. ``fingerprint``: None if there are none, as static shapes let
         the device go on alone."""
-        _, topk_idx, weights, spec, _ = given
+        _, topk_idx, weights, spec, *_ = given
         plan = plan_send(topk_idx, weights, spec, self._config, self._grid.ranks_per_node)
         headers = None
         if fingerprint is None:

@@ -18,10 +18,15 @@ from torch import Tensor
 from tokenyard import header as head
 from tokenyard.arguments import whole
 from tokenyard.config import Config
-from tokenyard.engines.base import CombineArguments, DispatchArguments, Engine
+from tokenyard.engines.base import (
+    NO_OPTIONS,
+    CallOptions,
+    CombineArguments,
+    DispatchArguments,
+    Engine,
+)
 from tokenyard.engines.failures import IN_ORDER
 from tokenyard.engines.known import LOW_LATENCY
-from tokenyard.engines.low_latency_options import NO_OPTIONS, CallOptions
 from tokenyard.engines.low_latency_signatures import Launch, Signatures
 from tokenyard.engines.low_latency_workspace import LowLatencyTuning, Workspace
 from tokenyard.engines.rings import addresses, aligned, as_aligned, sums_for

@@ -102,6 +102,9 @@ class PeerEngine(Engine):
             headers[0, : self.hop_counts],
             headers[0, head.COUNTS :][: self._local],
         )).numpy()  # fmt: skip
+        # ranks whose rows the host counts: those of other nodes are counted by the device
+        grid, self._near = self._workspace.grid, np.zeros(size, dtype=np.int64)
+        self._near[list(grid.ranks_of(grid.node_of(config.rank)))] = 1
         self._unknown: Any = np.full(2 * size + 1 + self.hop_counts, -1)
 
     @property
@@ -318,15 +321,8 @@ class PeerEngine(Engine):
             for signature in list(self._signatures.values()):
                 told, now = signature.told, (signature.calls, signature.rows.copy())
                 signature.told, op = now, signature.fingerprint.op
-                out, into = self._seen((now[1] - told[1]).reshape(2, -1)).tolist()
+                out, into = ((now[1] - told[1]).reshape(2, -1) * self._near).tolist()
                 if op == COMBINE:
                     out, into = into, out
                 row_bytes = signature.row_layout.row_bytes
                 self.stats.add(head.OPS[op], now[0] - told[0], out, into, row_bytes)
-
-    def _seen(self, rows: Any) -> Any:
-        """Of ``rows [2, R]`` to and from each rank, those inside the node: others are counted by
-        the device."""
-        grid, near = self._workspace.grid, np.zeros(self.config.world_size, dtype=np.int64)
-        near[list(grid.ranks_of(grid.node_of(self.config.rank)))] = 1
-        return rows * near

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tokenyard.config import Config
 from tokenyard.engines.base import Choice, Request
-from tokenyard.engines.collective_kernels import CollectiveKernelsEngine
+from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.gloo_transport import GlooTransport
 from tokenyard.engines.group_transport import GroupTransport
@@ -314,7 +314,7 @@ def over_gloo(
 
 
 def _over(transport: Transport, config: Config, device: torch.device | None, why: str) -> Choice:
-    make = partial(CollectiveKernelsEngine, config, transport, obstacle_of)
+    make = partial(CollectiveEngine, config, transport)
     return Choice(make, device, f"collective: {why}")
 
 
