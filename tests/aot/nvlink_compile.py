@@ -35,8 +35,8 @@ from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.outputs import known_of
+from tokenyard.engines.ring_engine import choose_peer
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
-from tokenyard.engines.twolevel import choose_peer
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE

@@ -31,9 +31,9 @@ from nvlink_compile import (
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
+from tokenyard.engines.ring_engine import TwolevelEngine
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import peer_tuning
-from tokenyard.engines.twolevel import TwolevelEngine
 from tokenyard.formats import quantize
 from tokenyard.handle import Spec
 from tokenyard.header import COMBINE

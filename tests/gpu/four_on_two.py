@@ -54,7 +54,7 @@ from benchmarks.batches import DeviceTruth
 from benchmarks.twolevel_calls import rows_across
 from one_gpu import VirtualGroup, VirtualMemory, VirtualWorld, virtual_environment
 from rank_threads import run_threads
-from tokenyard.engines import twolevel
+from tokenyard.engines import ring_engine
 from tokenyard.engines.tuning import Tuning, peer_tuning
 from tokenyard.errors import PeerError, PeerLost, PeerTimeout
 from tokenyard.formats import quantize
@@ -446,7 +446,7 @@ def run_changed(setting: Setting) -> int:
 
     kept = ("receive_bytes", "heap_bytes") if setting.rings else ()
     changes = {"peer_tuning": tuned} | dict.fromkeys(kept, no_memory)
-    with mock.patch.multiple(twolevel, **changes):
+    with mock.patch.multiple(ring_engine, **changes):
         return run(setting)
 
 

@@ -66,7 +66,7 @@ AHEAD = 3
 GO, LOADED = "the gate is open", "under load"
 PRELOADED = (
     "tokenyard.engines.low_latency",
-    "tokenyard.engines.twolevel",
+    "tokenyard.engines.ring_engine",
     "tokenyard.memory.cuda",
     "torch.distributed._symmetric_memory",
     "triton.compiler",

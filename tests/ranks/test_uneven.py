@@ -63,7 +63,7 @@ class Noting:
 def ringed(name: str, config: Config) -> list[Any]:
     """All that an engine with rings lays out."""
     from tokenyard.engines.failures import FailureReports
-    from tokenyard.engines.twolevel import choose_peer
+    from tokenyard.engines.ring_engine import choose_peer
     from tokenyard.kernels.plan import bind_plan
 
     memory, stats = Noting(config), Stats.zeros(config.rank, config.world_size)

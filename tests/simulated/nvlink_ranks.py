@@ -43,8 +43,8 @@ from tokenyard import reference
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
 from tokenyard.engines.failures import FailureReports
 from tokenyard.engines.plans import in_arrival_order, weights_of_rows
+from tokenyard.engines.ring_engine import NvlinkEngine, TwolevelEngine
 from tokenyard.engines.rings import meta_words, row_layout_of
-from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
 from tokenyard.errors import PeerError
 from tokenyard.handle import Arrived, Handle, Plan
 from tokenyard.header import DISPATCH

@@ -23,7 +23,7 @@ from cases import Case, check_combined, check_received, rows_to_combine
 from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard import header as head
-from tokenyard.engines.ring_engine import RingEngine  # bugs are planted in what is imported
+from tokenyard.engines.ring_engine import TwolevelEngine  # bugs are planted in what is imported
 from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, signal_table, signal_words
 from tokenyard.kernels.stand_in import StandInConfig, join_call_kernel, join_plan_kernel
 from tokenyard.kernels.sync import STATE_WORDS
@@ -46,7 +46,7 @@ def make(here: SimulatedRank, engine: str = "nvlink") -> ty.ExpertParallel:
         sizes["timeout"] = 1.0  # who waits for relayed rows gives up half a second later
     group = SimulatedGroup(here)
     ep = ty.ExpertParallel(group, engine=engine, max_tokens_per_rank=TOKENS, **sizes)
-    assert isinstance(ep._calls.engine, RingEngine)  # pyright: ignore
+    assert isinstance(ep._calls.engine, TwolevelEngine)  # pyright: ignore
     return ep
 
 

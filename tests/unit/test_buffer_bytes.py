@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.config import Config
+from tokenyard.engines.ring_engine import choose_peer
 from tokenyard.engines.rings import RowLayout
-from tokenyard.engines.twolevel import choose_peer
 from tokenyard.engines.workspace import PeerWorkspace
 from tokenyard.memory.symmetric import Region
 from tokenyard.planner.prediction import sizes_of

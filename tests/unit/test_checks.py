@@ -19,7 +19,7 @@ from tokenyard.arguments import MOST_BYTES
 from tokenyard.config import Config
 from tokenyard.engines.collective import CollectiveEngine
 from tokenyard.engines.low_latency import LowLatencyEngine
-from tokenyard.engines.twolevel import NvlinkEngine, TwolevelEngine
+from tokenyard.engines.ring_engine import NvlinkEngine, TwolevelEngine
 from tokenyard.handle import Spec
 from tokenyard.limits import MOST_ALIGNMENT, check_result
 from tokenyard.rows import Payload

@@ -52,7 +52,7 @@ def payload_of(dtype: torch.dtype, width: int, scales: tuple[torch.dtype, int] |
 def test_what_is_kept_is_what_would_be_made() -> None:
     """In any order of calls: nothing that a kind says comes from a call of another."""
     pytest.importorskip("triton")
-    from tokenyard.engines.ring_engine import RingEngine
+    from tokenyard.engines.ring_engine import TwolevelEngine
     from tokenyard.engines.signatures import signature_of
 
     begun: list[tuple[Any, int]] = []
@@ -65,7 +65,7 @@ def test_what_is_kept_is_what_would_be_made() -> None:
     random.Random(0).shuffle(calls)
     for op, given, spec, mode, (weighted, scaled, in_place) in calls * 2:
         kind = CallKind(op, payload_of(*given), spec, mode, weighted, scaled, in_place)
-        kept, want = RingEngine._signature(engine, kind), signature_of(kind, CONFIG)
+        kept, want = TwolevelEngine._signature(engine, kind), signature_of(kind, CONFIG)
         want.fingerprint.call = kept.fingerprint.call
         for name in (
             "fingerprint",

@@ -30,6 +30,7 @@ from tokenyard.kernels.plan import Picks, bind_plan
 from tokenyard.kernels.stand_in import bind_stand_ins, launch_call, stand_in
 from tokenyard.kernels.two_headers import bind_two_call_barrier
 from tokenyard.memory.symmetric import SymmetricMemory
+from tokenyard.routing import host_ints
 from tokenyard.rows import Payload, address
 from tokenyard.stats import Stats
 from tokenyard.types import Layout
@@ -157,6 +158,8 @@ class PeerEngine(Engine):
         self._monitor.finish()
         self._monitor.raise_if_failed()
         self._monitor.raise_if_bad_index()
+        if self._workspace.grid.num_nodes > 1:
+            self._count_network()
 
     def failure(self) -> Report | None:
         return self._monitor.failure()
@@ -252,7 +255,15 @@ class PeerEngine(Engine):
         first_rows = two_region.first_forwarded_words(grid.world_size, grid.num_nodes, channels)
         return region.plan_words(destinations, channels, num_tokens, self._local) + first_rows
 
-    def _route_words(self, num_tokens: int, table_rows: int) -> int:
+    def route_shapes(
+        self, num_tokens: Any, spec: Spec, new_size: Any
+    ) -> tuple[tuple[Any, ...], torch.dtype, Any]:
+        if spec.exact:
+            return (new_size(),), torch.int32, new_size()
+        words = self._route_words(num_tokens, self.config.max_tokens_per_rank)
+        return (words,), torch.int32, self.config.padded_rows
+
+    def _route_words(self, num_tokens: Any, table_rows: int) -> Any:
         """int32 words of both."""
         return self._plan_words(num_tokens) + self._table_words(table_rows)
 
@@ -326,3 +337,15 @@ class PeerEngine(Engine):
                     out, into = into, out
                 row_bytes = signature.row_layout.row_bytes
                 self.stats.add(head.OPS[op], now[0] - told[0], out, into, row_bytes)
+
+    def _count_network(self) -> None:
+        """Bring to the statistics what kernels counted: rows between ranks of my local index."""
+        grid, channels, me = self._workspace.grid, self._workspace.tuning.channels, self.config.rank
+        state, begin = self._workspace.state.cpu(), region.state_words(grid.world_size, channels)
+        end = cast("int", two_region.state_at("bytes", grid.world_size, grid.num_nodes, channels))
+        rows = state[begin:end].view(2, grid.num_nodes, channels).sum(2)
+        sent, taken = host_ints(rows[0]), host_ints(rows[1])
+        for node, peer in enumerate(grid.rail_of(me)):
+            if peer != me:
+                self.stats.rows_sent[peer], self.stats.rows_received[peer] = sent[node], taken[node]
+                self.stats.bytes_sent[peer] = int(state[end + node])

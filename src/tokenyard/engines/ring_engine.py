@@ -9,11 +9,14 @@ launch alone; combine is one launch. See ``docs/reference/protocols.md``.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
+from tokenyard.engines.known import NVLINK, TWOLEVEL
 from tokenyard.engines.outputs import (
     CallPlan,
     Counted,
@@ -29,7 +32,16 @@ from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
 from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature
 from tokenyard.engines.status import pack_routing
-from tokenyard.engines.tuning import most_rows_there
+from tokenyard.engines.tuning import (
+    Tuning,
+    heap_bytes,
+    most_channels,
+    most_rows_there,
+    peer_tuning,
+    receive_bytes,
+    too_many,
+)
+from tokenyard.errors import NotSupported
 from tokenyard.formats import row_of
 from tokenyard.handle import Arrived, Plan
 from tokenyard.header import CACHED, COMBINE, DISPATCH, CallKind
@@ -40,11 +52,15 @@ from tokenyard.kernels.stand_in import launch_call
 from tokenyard.kernels.two_combine import bind_two_combine
 from tokenyard.kernels.two_dispatch import bind_two_dispatch
 from tokenyard.rows import Payload, address
+from tokenyard.topology import Topology
 from tokenyard.types import Layout, Quantize
 
 
-class RingEngine(PeerEngine):
-    """Dispatch and combine by peer stores."""
+class TwolevelEngine(PeerEngine):
+    """Dispatch and combine by peer stores, for ranks that form a grid: rows cross the network once
+    per node, and are handed on inside (``docs/reference/twolevel.md``)."""
+
+    name, _pulls = TWOLEVEL, True
 
     # Three collective calls
 
@@ -280,3 +296,45 @@ class RingEngine(PeerEngine):
         if block is not None:
             return Payload(self._heap.rows_in(block, signature, num_rows), scales)
         return Payload(make((num_rows, sent.hidden), dtype=sent.dtype), scales)
+
+
+class NvlinkEngine(TwolevelEngine):
+    """All ranks are one node. A combine in place pushes its rows, which may lie anywhere."""
+
+    name, _pulls = NVLINK, False
+
+
+# The choice
+
+
+class PeerChoice(NamedTuple):
+    """A class of engine, and what it is made with."""
+
+    engine: type[TwolevelEngine]
+    config: Config
+    tuning: Tuning
+    receive_bytes: int
+    heap_bytes: int
+
+
+def choose_peer(
+    config: Config, num_sms: int, buffer_bytes: int, *, all_sms: bool, nodes: bool
+) -> PeerChoice:
+    """The engine with ``num_sms`` multiprocessors, ``all_sms`` or fewer than there are.
+
+    ``nodes``: engine twolevel, on the grid of ``config.topology``; else nvlink, for which all ranks
+    are one node.
+    """
+    if not nodes:
+        if why := too_many(config.world_size):
+            raise NotSupported(why)
+        config = replace(config, topology=Topology(1, config.world_size))
+    grid = config.topology
+    assert grid is not None
+    channels = most_channels(grid, 2 * config.hidden, buffer_bytes)
+    tuning = peer_tuning(num_sms, grid, all_sms=all_sms, channels=channels)
+    if nodes:
+        return PeerChoice(TwolevelEngine, config, tuning, 0, 0)
+    received = receive_bytes(buffer_bytes, config)
+    heap = heap_bytes(buffer_bytes, config, all_sms=all_sms)
+    return PeerChoice(NvlinkEngine, config, tuning, received, heap)

@@ -170,7 +170,7 @@ def _on_kernels(
         options = {"tuning": tuned, "buffer_bytes": request.buffer_bytes}
         make = partial(LowLatencyEngine, config, memory, **options)
         return Choice(make, memory.device, f"low_latency: {why}{crossing}")
-    from tokenyard.engines.twolevel import choose_peer
+    from tokenyard.engines.ring_engine import choose_peer
 
     nodes = request.engine == TWOLEVEL
     if nodes:
