@@ -197,11 +197,8 @@ class Engine(Protocol):
         ...
 
     def redispatch(self, given: CachedArguments) -> Payload:
-        """Send a new payload along a known routing.
-
-        Rows without a source are zeros, also in ``EXPERT_PADDED``: the backward of combine needs
-        them so.
-        """
+        """Send a new payload along a known routing. Rows without a source are zeros, also in
+        ``EXPERT_PADDED``: the backward of combine needs them so."""
         ...
 
     def combine(self, given: CombineArguments) -> tuple[Tensor, Tensor | None]:

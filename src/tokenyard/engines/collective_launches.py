@@ -41,8 +41,7 @@ _DTYPES = torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16
 
 
 class Left(NamedTuple):
-    """What is filled before rows move. Rows of ``send`` and ``route`` are as many as there may
-    be."""
+    """What is filled before rows move; ``send`` and ``route`` are as long as they may become."""
 
     headers: Tensor | None
     route: Tensor

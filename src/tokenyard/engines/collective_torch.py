@@ -109,8 +109,7 @@ class TorchWork:
         return send, ways_back(plan, given.spec, self._config)
 
     def counts(self, left: Left) -> tuple[list[int], list[int]]:
-        """Rows to each node (or rank, if no node has more), and to each rank, once the headers have
-        come."""
+        """Rows to each node, or rank if it is alone there, and to each rank, behind headers."""
         counts = host_ints(torch.cat([left.plan.leaving, left.plan.counts]))
         nodes = self._grid.num_nodes
         return counts[:nodes], counts[nodes:]
@@ -192,8 +191,7 @@ class TorchWork:
         note_bad_index(self._bad_index, topk_idx, self._config.num_experts)
 
     def check(self) -> None:
-        """Raise if a dispatch without headers was given ids out of range; the host waits for the
-        device."""
+        """Raise if a dispatch without headers had ids out of range; the host waits for them."""
         if self._bad_index is None:
             return
         at, value = host_ints(self._bad_index)

@@ -80,8 +80,7 @@ class FailureReports:
             store.set(f"process/{rank}", f"{_process()} {self._number}")
 
     def report(self, text: str, failed_rank: int) -> None:
-        """Tell the others, before it lets go of anything, that this rank gave up on
-        ``failed_rank``."""
+        """Tell the others, before letting go of anything, that this rank gave up on that one."""
 
         def tell() -> None:
             self._store.set(f"failure/{self._rank}", f"{failed_rank} {text}")
@@ -90,8 +89,7 @@ class FailureReports:
         self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end ("": nothing), and the failed rank at the end of the
-        reports."""
+        """What ``peer`` said of its end, and the failed rank that reports lead to."""
         return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
 
     def heard(self) -> Report | None:

@@ -164,8 +164,7 @@ class InPlaceBuffers:
         num_rows: int,
         arrived: Arrived | None = None,
     ) -> Payload:
-        """Launch rows into the in-place buffer, and unpack the meta to ``arrived``. Ends earlier
-        results."""
+        """Launch rows into the in-place buffer, meta to ``arrived``. Ends earlier results."""
         fingerprint, row = signature.fingerprint, signature.sent
         parts = parts_of(signature.row_layout, self._config.padded_rows)
         self.expire(_ended(f"{head.OPS[fingerprint.op]} #{fingerprint.call}, also in_place"))

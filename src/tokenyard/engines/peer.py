@@ -74,8 +74,8 @@ class PeerEngine(Engine):
         self._monitor = StatusMonitor(config, self._workspace, failures)
         self._waits = DeviceWaits(stats, memory, self._workspace.waited, self._monitor.source_of)
         parts = (self._workspace, self._monitor)
-        self._growing = rows, received = GrowingRegion(*parts), GrowingRegion(*parts)
-        self._in_place = InPlaceBuffers(config, self._workspace, rows)
+        self._growing = in_place, received = GrowingRegion(*parts), GrowingRegion(*parts)
+        self._in_place = InPlaceBuffers(config, self._workspace, in_place)
         self._receive = ReceiveBuffer(config, self._workspace, received, receive_bytes)
         self._heap = ResultHeap(*parts, heap_bytes, self._receive.needed_at + 1)
         self._outputs = Outputs(config, memory.device, self._route_words)
@@ -120,12 +120,8 @@ class PeerEngine(Engine):
         return self._workspace.num_bytes + growing + self._heap.num_bytes
 
     def refuse(self, op: int, exact: bool, reason: str) -> bool:
-        """Tell the other ranks that this one refuses the call they are in.
-
-        With counts to exchange, everybody raises before a row moves and goes on. Otherwise rows
-        already fly: the others learn of it at once, and all objects of this call are of no more
-        use.
-        """
+        """With counts to exchange, everybody raises before a row moves and goes on. Otherwise rows
+        already fly: others learn of it at once, and all objects of this call are of no more use."""
         self._monitor.raise_if_failed()
         self._monitor.begin(fingerprint := Fingerprint(op, self._calls, *[0] * 13), REFUSED)
         self._calls += 1

@@ -132,8 +132,7 @@ class ResultHeap:
         store_rows(self._workspace, signature, target, cast("Known", plan), sent, tag, result)
 
     def block(self, signature: Signature, num_rows: int) -> Tensor | None:
-        """A block for ``num_rows`` rows, and what lies before them; None: there is no room, or no
-        row comes."""
+        """A block for ``num_rows`` rows and what lies before them; None: no room, or no row."""
         num_bytes = num_rows * signature.sent.payload_bytes - _places_of(signature)[1]
         return self._heap.take(num_bytes) if self._heap is not None and num_rows else None
 

@@ -184,8 +184,7 @@ class TwolevelEngine(PeerEngine):
         self._memory.settle()
 
     def rows_in_place(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised ``[num_rows, hidden]`` for a combine in place; any memory will do where
-        rows are pushed. Else it is symmetric, and collective where that has to grow."""
+        """As of :class:`Engine`; where rows are pushed any memory will do."""
         with self._memory.tensors():
             if self._pulls:
                 return self._in_place.rows(num_rows, hidden, dtype)
@@ -258,8 +257,7 @@ class TwolevelEngine(PeerEngine):
         *,
         forced: bool = False,
     ) -> tuple[Payload, CallPlan, Arrived]:
-        """Launch the rows of a fresh dispatch, with room for arrival rows and result rows; these in
-        ``block`` if there is one."""
+        """Launch a fresh dispatch's rows. ``room``: for arrival and result rows (in ``block``)."""
         config, spec = self.config, signature.spec
         arrived_rows, num_rows = room
         if forced:

@@ -232,8 +232,7 @@ class StatusMonitor:
             )
 
     def failure(self) -> Report | None:
-        """The report of the first rank that gave up, if any did. Raises if a kernel of this rank
-        has."""
+        """As of :class:`Engine`. Raises if a kernel of this rank has given up."""
         self.raise_if_failed()
         return self._failures.first()
 

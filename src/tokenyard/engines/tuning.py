@@ -187,8 +187,7 @@ def least_bytes(grid: Topology, row_bytes: int, slot_bytes: int, channels: int) 
 def peer_tuning(
     num_sms: int, grid: Topology, *, all_sms: bool, channels: int = MOST_CHANNELS
 ) -> Tuning:
-    """The tuning for ``num_sms`` multiprocessors, and ``channels`` at most. ValueError: there is
-    none for a program."""
+    """The tuning for ``num_sms`` multiprocessors, ``channels`` at most. ValueError: none."""
     if num_sms < 1:
         raise ValueError(f"num_sms ({num_sms}) must be at least 1")
     if grid.num_nodes == 1:

@@ -51,8 +51,7 @@ class DeviceWaits:
             self.count()
 
     def count(self) -> None:
-        """Bring the statistics up to date. In a CUDA graph's capture, and once closed, they stay as
-        they are."""
+        """Bring the statistics up to date, but in a CUDA graph's capture and once closed."""
         if not self._open or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             return
         found = {what: seconds[:] for what, seconds in self._before.items()}

@@ -1,5 +1,4 @@
-"""What an object of engine nvlink or twolevel keeps on the device: rings, signals, words of the
-host."""
+"""What engines nvlink and twolevel keep on the device: rings, signals, words of the host."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ class PeerWorkspace:
         return self._slots(row_layout, self.ring_bytes, f"{rings} rings")
 
     def net_ring(self, row_layout: RowLayout) -> NetRing:
-        """How a network ring takes rows of ``row_layout``. ValueError: it has room for less than
-        two."""
+        """How a network ring takes such rows. ValueError: it has room for less than two."""
         if self.grid.num_nodes == 1:  # there is none
             return NetRing(4 * self.tuning.net_chunk, self.tuning.net_chunk)
         rings = 2 * (self.grid.num_nodes - 1) * self.tuning.channels
