@@ -76,15 +76,9 @@ class Launches:
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        bind: Callable[..., Launch],
-        programs: int,
-        num_counts: int,
-        *,
-        headers: bool,
-    ) -> None:
+        self, config: Config, device: torch.device, bind: Callable[..., Launch], programs: int,
+        num_counts: int, *, headers: bool,
+    ) -> None:  # fmt: skip
         self.config, self.device, self._headers = config, device, headers
         self._bind, self._programs, self._words = bind, programs, head.COUNTS + num_counts
         self._kinds: dict[Any, Any] = {}
@@ -193,15 +187,11 @@ class Launches:
                 spec.expert_alignment,
             )  # fmt: skip
         result = Result(
-            rows=out.x.data_ptr(),
-            scales=address(out.scales),
-            expert_ids=arrived.topk_idx.data_ptr(),
-            picks=placement.picks.data_ptr(),
-            weights=arrived.weights.data_ptr(),
-            source=arrived.source.data_ptr(),
-            arrivals=placement.gather.data_ptr(),
-            slots=placement.slots.data_ptr(),
-        )
+            rows=out.x.data_ptr(), scales=address(out.scales),
+            expert_ids=arrived.topk_idx.data_ptr(), picks=placement.picks.data_ptr(),
+            weights=arrived.weights.data_ptr(), source=arrived.source.data_ptr(),
+            arrivals=placement.gather.data_ptr(), slots=placement.slots.data_ptr(),
+        )  # fmt: skip
         per_expert = arrived.tokens_per_expert.data_ptr()
         kind.place(recv.data_ptr(), told, parts, result, per_expert, *where, came, most, num_rows)
         return out, placement, arrived
@@ -259,14 +249,9 @@ class Launches:
     # Kinds of calls, and memory
 
     def _kind(
-        self,
-        payload: Payload,
-        ids: torch.dtype,
-        tokens: int,
-        weights: Tensor | None,
-        spec: Spec,
+        self, payload: Payload, ids: torch.dtype, tokens: int, weights: Tensor | None, spec: Spec,
         mode: Quantize | None,
-    ) -> Kind:
+    ) -> Kind:  # fmt: skip
         x, scales, few = payload.x, payload.scales, tokens <= FEW_TOKENS
         scaled = None if scales is None else (scales.dtype, scales.shape[1])
         key = (x.dtype, x.shape[1], scaled, ids, weights is None, spec, mode, few)
@@ -287,14 +272,9 @@ class Launches:
         how = cast_of(constants, mode, payload.x.dtype)
         leaving = self._plan_config(weighted=weighted, exact=spec.exact or self._headers, **plan)
         coming = place.arrival_config(
-            self.config,
-            constants,
-            self._words,
-            by_expert=layout is not Layout.FLAT,
-            padded=layout is Layout.EXPERT_PADDED,
-            exact=spec.exact,
-            weighted=weighted,
-        )
+            self.config, constants, self._words, by_expert=layout is not Layout.FLAT,
+            padded=layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=weighted,
+        )  # fmt: skip
         pack = send.bind_pack(
             bind, self._programs, leaving, constants, how, self._width, fresh=True
         )
@@ -357,12 +337,7 @@ def constants_of(row: RowFormat) -> RowConstants:
     num_bytes = row.payload_bytes
     bits = 32 if num_bytes % 4 == 0 else 16 if num_bytes % 2 == 0 else 8
     return RowConstants(
-        hidden=row.hidden,
-        words=num_bytes * 8 // bits,
-        word_bits=bits,
-        scale_words=row.scale_words,
+        hidden=row.hidden, words=num_bytes * 8 // bits, word_bits=bits, scale_words=row.scale_words,
         metadata_words=1 + row.picks * (1 + row.weighted) if row.routed else 0,
-        slot_bytes=row.row_bytes,
-        scales_at=4 * row.scales_at,
-        metadata_at=4 * row.routing_at,
-    )
+        slot_bytes=row.row_bytes, scales_at=4 * row.scales_at, metadata_at=4 * row.routing_at,
+    )  # fmt: skip

@@ -102,14 +102,9 @@ class Target(NamedTuple):
 
 
 def store_rows(
-    workspace: PeerWorkspace,
-    signature: Signature,
-    target: Target,
-    known: Known,
-    sent: Sent,
-    tag: int,
-    result: Result | None = None,
-) -> None:
+    workspace: PeerWorkspace, signature: Signature, target: Target, known: Known, sent: Sent,
+    tag: int, result: Result | None = None,
+) -> None:  # fmt: skip
     """Launch rows to ``target``. Behind those of a fresh dispatch, which has a ``result``, what
     unpacks their metadata to it, and out of a block of a heap their scales."""
     topk, row_layout = workspace.config.num_topk, signature.row_layout
@@ -156,14 +151,9 @@ class InPlaceBuffers:
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     def write(
-        self,
-        sent: Sent,
-        plan: Plan | CallPlan,
-        signature: Signature,
-        tag: int,
-        num_rows: int,
+        self, sent: Sent, plan: Plan | CallPlan, signature: Signature, tag: int, num_rows: int,
         arrived: Arrived | None = None,
-    ) -> Payload:
+    ) -> Payload:  # fmt: skip
         """Launch rows into the in-place buffer, meta to ``arrived``. Ends earlier results."""
         fingerprint, row = signature.fingerprint, signature.sent
         parts = parts_of(signature.row_layout, self._config.padded_rows)
@@ -186,14 +176,9 @@ class InPlaceBuffers:
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
-        self,
-        rows: Tensor,
-        plan: Plan,
-        signature: Signature,
-        tag: int,
-        bias: tuple[Tensor, ...],
+        self, rows: Tensor, plan: Plan, signature: Signature, tag: int, bias: tuple[Tensor, ...],
         out: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
         ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
         copied there first, which ends the life of earlier results."""

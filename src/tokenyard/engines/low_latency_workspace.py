@@ -112,12 +112,9 @@ class Workspace:
     """
 
     def __init__(
-        self,
-        config: Config,
-        memory: SymmetricMemory,
-        tuning: LowLatencyTuning,
+        self, config: Config, memory: SymmetricMemory, tuning: LowLatencyTuning,
         buffer_bytes: int | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if tuning.shares > tuning.programs:
             limit = f"must be at most programs ({tuning.programs})"
             raise ValueError(f"shares ({tuning.shares}) {limit}: a program would wait for itself")

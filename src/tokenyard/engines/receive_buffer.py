@@ -69,16 +69,9 @@ class ReceiveBuffer:
         return 0 <= needed <= self._most_rows(row_layout, picks)
 
     def push(
-        self,
-        known: Known,
-        signature: Signature,
-        tag: int,
-        parts: Partials,
-        sums: Sums,
-        how: CombineOptions,
-        *,
-        grow: bool,
-    ) -> None:
+        self, known: Known, signature: Signature, tag: int, parts: Partials, sums: Sums,
+        how: CombineOptions, *, grow: bool,
+    ) -> None:  # fmt: skip
         """Launch rows to their owners, and the sums there.
 
         Args:

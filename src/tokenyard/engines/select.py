@@ -122,12 +122,9 @@ def _with_others(
 
 
 def enter(
-    group: MemoryGroup | None,
-    device: torch.device | None,
-    terms: dict[str, Any],
-    config: Config,
+    group: MemoryGroup | None, device: torch.device | None, terms: dict[str, Any], config: Config,
     store: dist.Store,
-) -> Choice:
+) -> Choice:  # fmt: skip
     """What members on these ``Choice.terms`` have chosen again with this process, for it."""
     request, most_sms = Request(**terms["request"]), int(terms["most_sms"])
     if request.engine == COLLECTIVE:
