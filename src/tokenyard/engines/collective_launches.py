@@ -103,8 +103,15 @@ class Launches:
     def given(self, arguments: DispatchArguments) -> Given:
         """As kernels read them; copies live as long as the call."""
         payload, topk_idx, weights, spec, mode, *_ = arguments
+        x, scales = payload
         weights = None if weights is None else weights.contiguous()
-        kind = self._kind(payload, topk_idx.dtype, topk_idx.shape[0], weights, spec, mode)
+        scaled = None if scales is None else (scales.dtype, scales.shape[1])
+        few, wide = topk_idx.shape[0] <= FEW_TOKENS, topk_idx.dtype is torch.int64
+        key = (x.dtype, x.shape[1], scaled, wide, weights is None, spec, mode, few)
+        if (kind := self._kinds.get(key)) is None:
+            weighted = weights is not None
+            kind = self._make(payload, spec, mode, weighted=weighted, wide=wide, few=few)
+            self._kinds[key] = kind
         return Given(aligned(payload), topk_idx.contiguous(), weights, spec, kind.row, kind)
 
     def leave(self, given: Given, fingerprint: Fingerprint | None) -> Left:
@@ -156,7 +163,9 @@ class Launches:
         payload = aligned(payload)
         key = ("pack", row, mode, payload.x.dtype)
         if (launch := self._kinds.get(key)) is None:
-            k, constants = self._plan_config(few=True), constants_of(row)
+            flags = {"few": True, "weighted": False, "wide": True, "exact": True}
+            k = send.plan_config(self.config, self._words, **flags)
+            constants = constants_of(row)
             how = cast_of(constants, mode, payload.x.dtype)
             launch = self._kinds[key] = send.bind_pack(
                 self._bind, self._programs, k, constants, how, self._width, fresh=False
@@ -248,19 +257,6 @@ class Launches:
 
     # Kinds of calls, and memory
 
-    def _kind(
-        self, payload: Payload, ids: torch.dtype, tokens: int, weights: Tensor | None, spec: Spec,
-        mode: Quantize | None,
-    ) -> Kind:  # fmt: skip
-        x, scales, few = payload.x, payload.scales, tokens <= FEW_TOKENS
-        scaled = None if scales is None else (scales.dtype, scales.shape[1])
-        key = (x.dtype, x.shape[1], scaled, ids, weights is None, spec, mode, few)
-        if (known := self._kinds.get(key)) is None:
-            wide, weighted = ids is torch.int64, weights is not None
-            made = self._make(payload, spec, mode, few=few, weighted=weighted, wide=wide)
-            known = self._kinds[key] = made
-        return known
-
     def _make(
         self, payload: Payload, spec: Spec, mode: Quantize | None, *, weighted: bool, **plan: bool
     ) -> Kind:
@@ -270,7 +266,8 @@ class Launches:
         row = replace(plain, picks=self.config.num_topk, routed=True, weighted=weighted)
         constants = constants_of(row)
         how = cast_of(constants, mode, payload.x.dtype)
-        leaving = self._plan_config(weighted=weighted, exact=spec.exact or self._headers, **plan)
+        plan |= {"weighted": weighted, "exact": spec.exact or self._headers}
+        leaving = send.plan_config(self.config, self._words, **plan)
         coming = place.arrival_config(
             self.config, constants, self._words, by_expert=layout is not Layout.FLAT,
             padded=layout is Layout.EXPERT_PADDED, exact=spec.exact, weighted=weighted,
@@ -281,12 +278,6 @@ class Launches:
         settle = place.bind_count(bind, coming) if coming.counted else None
         rows = place.bind_place(bind, self._programs, coming)
         return Kind(row, leaving, coming, send.bind_plan(bind, leaving), pack, settle, rows)
-
-    def _plan_config(
-        self, *, few: bool, weighted: bool = False, wide: bool = True, exact: bool = True
-    ) -> Any:
-        flags = {"weighted": weighted, "wide": wide, "exact": exact}
-        return send.plan_config(self.config, self._words, few=few, **flags)
 
     def _said_by(self, kind: Kind, fingerprint: Fingerprint) -> Tensor:
         """Words of a header of any call of this kind, on the device."""

@@ -112,7 +112,17 @@ class Signatures:
         key = (rows.dtype, spec.layout, spec.exact, spec.expert_alignment, spec.capacity)
         signature = self._kept.get(key)
         if signature is None:
-            signature = self._kept[key] = self._new_combine(rows, spec)
+            payload, workspace = Payload(rows, None), self._workspace
+            words = kept_words(self._config.num_topk, spec, workspace.per_node > 0)
+            row = row_layout_of(payload, None, words)
+            workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
+            here, at_owner = (
+                _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
+                for at_owner in (False, True)
+            )
+            launch = cache(partial(bind_combine, workspace, rows.dtype, row))
+            signature = CombineSignature(numbers=(here, at_owner), launch=launch)
+            self._kept[key] = signature
         return signature
 
     def results(
@@ -193,18 +203,6 @@ class Signatures:
             return torch.empty(shape, dtype=dtype, device=self._device)
         one = torch.empty(1, dtype=dtype, device=self._device)
         return self._ones.setdefault(dtype, one).expand(shape)
-
-    def _new_combine(self, rows: Tensor, spec: Spec) -> CombineSignature:
-        payload, workspace = Payload(rows, None), self._workspace
-        words = kept_words(self._config.num_topk, spec, workspace.per_node > 0)
-        row = row_layout_of(payload, None, words)
-        workspace.check_fits(row, f"rows of {rows.dtype} x {rows.shape[1]}")
-        here, at_owner = (
-            _number(fingerprint_of(CallKind(COMBINE, payload, spec, None, False, at_owner)))
-            for at_owner in (False, True)
-        )
-        launch = cache(partial(bind_combine, workspace, rows.dtype, row))
-        return CombineSignature(numbers=(here, at_owner), launch=launch)
 
 
 def _number(fingerprint: Fingerprint) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -37,7 +38,8 @@ class Spans:
             return everybody
 
         def starts(counts: list[int]) -> list[int]:
-            return spread(_starts(counts if stride is None else [stride] * len(counts)))
+            blocks = counts if stride is None else [stride] * len(counts)
+            return spread([*accumulate(blocks[:-1], initial=0)])
 
         return Spans(
             starts(send_counts), spread(send_counts), starts(recv_counts), spread(recv_counts)
@@ -46,13 +48,6 @@ class Spans:
     def reversed(self) -> Spans:
         """The way back: what was received is sent."""
         return Spans(self.recv_starts, self.recv_counts, self.send_starts, self.send_counts)
-
-
-def _starts(counts: list[int]) -> list[int]:
-    starts = [0]
-    for count in counts[:-1]:
-        starts.append(starts[-1] + count)
-    return starts
 
 
 class Transport(Protocol):
