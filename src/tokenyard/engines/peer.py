@@ -13,9 +13,8 @@ from tokenyard import header as head
 from tokenyard.config import Config
 from tokenyard.engines.base import Engine
 from tokenyard.engines.failures import IN_ORDER, FailureReports, Report
-from tokenyard.engines.in_place import GrowingRegion, InPlaceBuffers
+from tokenyard.engines.in_place import GrowingRegion, InPlaceBuffers, ReceiveBuffer
 from tokenyard.engines.outputs import CallPlan, Counted, Outputs, filled_of
-from tokenyard.engines.receive_buffer import ReceiveBuffer
 from tokenyard.engines.result_heap import ResultHeap
 from tokenyard.engines.signatures import Launch, Signature, signature_of
 from tokenyard.engines.status import REFUSED, StatusMonitor

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokenyard.config import Config
 from tokenyard.engines.base import CachedArguments, CombineArguments, DispatchArguments
+from tokenyard.engines.in_place import CombineOptions
 from tokenyard.engines.known import NVLINK, TWOLEVEL
 from tokenyard.engines.outputs import (
     CallPlan,
@@ -27,7 +28,6 @@ from tokenyard.engines.outputs import (
 )
 from tokenyard.engines.peer import PeerEngine
 from tokenyard.engines.plans import num_result_rows
-from tokenyard.engines.receive_buffer import CombineOptions
 from tokenyard.engines.result_heap import LACKS_BLOCK, LACKS_ROOM
 from tokenyard.engines.rings import addresses, aligned, as_aligned, row_layout_of, sums_for
 from tokenyard.engines.signatures import Signature
