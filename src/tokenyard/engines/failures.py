@@ -89,7 +89,7 @@ class FailureReports:
         self._ask(tell, None, self._grace)
 
     def behind(self, peer: int) -> tuple[str, int]:
-        """What ``peer`` said of its end, and the failed rank that reports lead to."""
+        """What ``peer`` said of its end (or ""), and the failed rank that reports lead to."""
         return self._ask(lambda: self._behind(peer), ("", peer), self._grace + PATIENCE)
 
     def heard(self) -> Report | None:
