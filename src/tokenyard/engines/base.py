@@ -75,9 +75,13 @@ class CallOptions:
 
 
 def _check(
-    name: str, tensor: Tensor | None, symbol: str, size: int, dtypes: tuple[torch.dtype, ...],
+    name: str,
+    tensor: Tensor | None,
+    symbol: str,
+    size: int,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device | None,
-) -> None:  # fmt: skip
+) -> None:
     if tensor is None:
         return
     if tensor.dtype not in dtypes or tuple(tensor.shape) != (size,) or not tensor.is_contiguous():

@@ -60,9 +60,13 @@ class GlooTransport:
     name = "gloo"
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, timeout: float,
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        timeout: float,
         members: list[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.last_wait = [0.0] * world_size
         self.waits: dict[str, list[float]] = {}

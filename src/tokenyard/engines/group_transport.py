@@ -20,9 +20,12 @@ class GroupTransport:
     counts_on_host = False
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, backend: str,
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        backend: str,
         failures: FailureReports | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.group, self.device, self.name, self._failures = group, device, backend, failures
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.last_wait = [float("nan")] * self.world_size

@@ -109,9 +109,14 @@ class Target(NamedTuple):
 
 
 def store_rows(
-    workspace: PeerWorkspace, signature: Signature, target: Target, known: Known, sent: Sent,
-    tag: int, result: Result | None = None,
-) -> None:  # fmt: skip
+    workspace: PeerWorkspace,
+    signature: Signature,
+    target: Target,
+    known: Known,
+    sent: Sent,
+    tag: int,
+    result: Result | None = None,
+) -> None:
     """Launch rows to ``target``. Behind those of a fresh dispatch, which has a ``result``, what
     unpacks their metadata to it, and out of a block of a heap their scales."""
     topk, row_layout = workspace.config.num_topk, signature.row_layout
@@ -158,9 +163,14 @@ class InPlaceBuffers:
         weakref.finalize(self, _forbid, self._given, _ended("its object")).atexit = False
 
     def write(
-        self, sent: Sent, plan: Plan | CallPlan, signature: Signature, tag: int, num_rows: int,
+        self,
+        sent: Sent,
+        plan: Plan | CallPlan,
+        signature: Signature,
+        tag: int,
+        num_rows: int,
         arrived: Arrived | None = None,
-    ) -> Payload:  # fmt: skip
+    ) -> Payload:
         """Launch rows into the in-place buffer, meta to ``arrived``. Ends earlier results."""
         fingerprint, row = signature.fingerprint, signature.sent
         parts = parts_of(signature.row_layout, self._config.padded_rows)
@@ -183,9 +193,14 @@ class InPlaceBuffers:
         return self._over(0, (num_rows, hidden), dtype)
 
     def read(
-        self, rows: Tensor, plan: Plan, signature: Signature, tag: int, bias: tuple[Tensor, ...],
+        self,
+        rows: Tensor,
+        plan: Plan,
+        signature: Signature,
+        tag: int,
+        bias: tuple[Tensor, ...],
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Launch the sums of all ranks' ``rows [N, H]``: ``[T, H]``, in ``out`` where that can be.
         ``bias``: up to two more terms. Rows that lie elsewhere than in the in-place buffer are
         copied there first, which ends the life of earlier results."""

@@ -83,9 +83,13 @@ class LowLatencyEngine(Engine):
     name = LOW_LATENCY
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, tuning: LowLatencyTuning,
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        tuning: LowLatencyTuning,
         buffer_bytes: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.stats = config, stats
         self._memory = memory
         self._workspace = Workspace(config, memory, tuning, buffer_bytes)
@@ -209,9 +213,14 @@ class LowLatencyEngine(Engine):
     # Both
 
     def _make(
-        self, op: str, in_two: bool, load: Callable[[memory_map.Stages], Launch],
-        arguments: tuple[Any, ...], result: Callable[[], Any], held: tuple[Any, ...],
-    ) -> Any:  # fmt: skip
+        self,
+        op: str,
+        in_two: bool,
+        load: Callable[[memory_map.Stages], Launch],
+        arguments: tuple[Any, ...],
+        result: Callable[[], Any],
+        held: tuple[Any, ...],
+    ) -> Any:
         """Make a call: ``load(stages)(*arguments)`` is a launch, ``result()`` what the call
         returns. ``held`` are tensors that launches read."""
         self._launch(load(memory_map.SEND if in_two else memory_map.BOTH), arguments)

@@ -136,11 +136,14 @@ class Signatures:
         elif scales is not None:
             scales = like(scales)
         arrived = Arrived(
-            topk_idx=ints, weights=like(likes.weights) if weighted else self._floats,
-            source=like(likes.source), tokens_per_expert=like(likes.tokens_per_expert),
-            expert_offsets=ints if padded else blocks, source_ranges=blocks if padded else ints,
+            topk_idx=ints,
+            weights=like(likes.weights) if weighted else self._floats,
+            source=like(likes.source),
+            tokens_per_expert=like(likes.tokens_per_expert),
+            expert_offsets=ints if padded else blocks,
+            source_ranges=blocks if padded else ints,
             overflow=ints if likes.overflow is None else like(likes.overflow),
-        )  # fmt: skip
+        )
         splits = self._splits.copy()
         splits[-1] = number
         plan = Plan(
@@ -186,17 +189,20 @@ class Signatures:
         # as Received has them: to view a tensor takes as long as to make one
         rows = (local, columns) if padded else (num_rows,)
         return DispatchSignature(
-            tags=(plain, weighted), padded=padded, num_rows=num_rows,
+            tags=(plain, weighted),
+            padded=padded,
+            num_rows=num_rows,
             x=outline(sent.dtype, *rows, sent.hidden),
             scales=outline(sent.scale_dtype, *rows, sent.num_scales) if sent.scale_words else None,
             scale_strides=(sent.scale_words * columns, 1, columns) if by_column else None,
             blocks=outline(ints, *((local, config.world_size, 2) if padded else (local + 1,))),
-            weights=outline(torch.float32, num_rows), source=outline(torch.int64, *rows),
+            weights=outline(torch.float32, num_rows),
+            source=outline(torch.int64, *rows),
             tokens_per_expert=outline(ints, local),
             overflow=None if spec.capacity is None else outline(ints, 1),
             route=outline(ints, *self.route_shape),
             launch=cache(partial(bind_dispatch, workspace, row, mode, dtype, spec, by_column)),
-        )  # fmt: skip
+        )
 
     def _outline(self, dtype: torch.dtype, *shape: int) -> Tensor:
         if 0 in shape:  # an expanded one would not be dense

@@ -112,9 +112,12 @@ class Workspace:
     """
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, tuning: LowLatencyTuning,
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        tuning: LowLatencyTuning,
         buffer_bytes: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if tuning.shares > tuning.programs:
             limit = f"must be at most programs ({tuning.programs})"
             raise ValueError(f"shares ({tuning.shares}) {limit}: a program would wait for itself")

@@ -57,9 +57,16 @@ class PeerEngine(Engine):
     """Most tokens of any rank in any call so far: so many rows a forwarder's table has room for."""
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, stats: Stats, tuning: Tuning,
-        buffer_bytes: int, failures: FailureReports, receive_bytes: int = 0, heap_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        stats: Stats,
+        tuning: Tuning,
+        buffer_bytes: int,
+        failures: FailureReports,
+        receive_bytes: int = 0,
+        heap_bytes: int = 0,
+    ) -> None:
         self.config, self.stats, self._memory = config, stats, memory
         self._workspace = PeerWorkspace(config, memory, tuning, buffer_bytes, pulls=self._pulls)
         self._workspace.stand_ins = bind_stand_ins(self._workspace)
@@ -197,9 +204,13 @@ class PeerEngine(Engine):
     # The plan
 
     def _count(
-        self, topk_idx: Tensor, weights: Tensor | None, signature: Signature, room: int = 0,
+        self,
+        topk_idx: Tensor,
+        weights: Tensor | None,
+        signature: Signature,
+        room: int = 0,
         place: int = 0,
-    ) -> Counted:  # fmt: skip
+    ) -> Counted:
         """Launch the plan. ``place``: of the block for the result (:meth:`ResultHeap.place`)."""
         config, workspace, spec = self.config, self._workspace, signature.spec
         tokens = topk_idx.shape[0]

@@ -137,9 +137,14 @@ class ResultHeap:
         return self._heap.take(num_bytes) if self._heap is not None and num_rows else None
 
     def rewrite(
-        self, block: Tensor | None, sent: Sent, known: Known, signature: Signature, tag: int,
+        self,
+        block: Tensor | None,
+        sent: Sent,
+        known: Known,
+        signature: Signature,
+        tag: int,
         num_rows: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch rows of a cached dispatch to the blocks of all ranks, if each has one that needs
         one; ``block`` is mine for ``num_rows``."""
         assert self._heap is not None

@@ -162,9 +162,14 @@ class TwolevelEngine(PeerEngine):
             return total, reduced
 
     def _sum(
-        self, known: Known, signature: Signature, tag: int, parts: Partials, sums: Sums,
+        self,
+        known: Known,
+        signature: Signature,
+        tag: int,
+        parts: Partials,
+        sums: Sums,
         how: CombineOptions,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Launch a combine through rings."""
         row_layout = signature.row_layout
         if how.picks:
@@ -208,9 +213,14 @@ class TwolevelEngine(PeerEngine):
         return Payload(data, scales), None
 
     def _follow(
-        self, payload: Payload, counted: Counted, signature: Signature,
-        moved: tuple[Payload, CallPlan, Arrived] | None, *, in_heap: bool,
-    ) -> tuple[Payload, Plan, Arrived]:  # fmt: skip
+        self,
+        payload: Payload,
+        counted: Counted,
+        signature: Signature,
+        moved: tuple[Payload, CallPlan, Arrived] | None,
+        *,
+        in_heap: bool,
+    ) -> tuple[Payload, Plan, Arrived]:
         """Behind the plan of a fresh dispatch, and its rows if their number was guessed; whether
         they were launched to the heap."""
         if moved is None:
@@ -238,9 +248,15 @@ class TwolevelEngine(PeerEngine):
         return done
 
     def _move(
-        self, payload: Payload, counted: Counted, signature: Signature, room: tuple[int, int],
-        block: Tensor | None = None, *, forced: bool = False,
-    ) -> tuple[Payload, CallPlan, Arrived]:  # fmt: skip
+        self,
+        payload: Payload,
+        counted: Counted,
+        signature: Signature,
+        room: tuple[int, int],
+        block: Tensor | None = None,
+        *,
+        forced: bool = False,
+    ) -> tuple[Payload, CallPlan, Arrived]:
         """Launch a fresh dispatch's rows. ``room``: for arrival and result rows (in ``block``)."""
         config, spec = self.config, signature.spec
         arrived_rows, num_rows = room

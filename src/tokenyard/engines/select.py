@@ -122,9 +122,12 @@ def _with_others(
 
 
 def enter(
-    group: MemoryGroup | None, device: torch.device | None, terms: dict[str, Any], config: Config,
+    group: MemoryGroup | None,
+    device: torch.device | None,
+    terms: dict[str, Any],
+    config: Config,
     store: dist.Store,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """What members on these ``Choice.terms`` have chosen again with this process, for it."""
     request, most_sms = Request(**terms["request"]), int(terms["most_sms"])
     if request.engine == COLLECTIVE:

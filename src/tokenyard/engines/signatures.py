@@ -95,12 +95,19 @@ def signature_of(kind: CallKind, config: Config) -> Signature:
     padding = spec.layout is Layout.EXPERT_MAJOR and spec.expert_alignment > 1
     words = meta_words(config.num_topk, experts=experts, weighted=weighted)
     return Signature(
-        spec=spec, mode=mode, weighted=weighted and fresh, fingerprint=fingerprint,
-        words=np.array(head.words_of(fingerprint, 0)), tag=pack(fingerprint, config),
-        row_layout=row_layout_of(payload, mode, words if fresh else 0), dtype=payload.x.dtype,
-        sent=row_of(payload, mode), experts=experts, padding=padding,
+        spec=spec,
+        mode=mode,
+        weighted=weighted and fresh,
+        fingerprint=fingerprint,
+        words=np.array(head.words_of(fingerprint, 0)),
+        tag=pack(fingerprint, config),
+        row_layout=row_layout_of(payload, mode, words if fresh else 0),
+        dtype=payload.x.dtype,
+        sent=row_of(payload, mode),
+        experts=experts,
+        padding=padding,
         holes=not spec.exact or spec.layout is Layout.EXPERT_PADDED or padding,
         width=min(config.num_topk, config.num_local_experts) if experts else 1,
         rows=np.zeros(2 * config.world_size, dtype=np.int64),
         static_rows=(0, 0) if spec.exact else (most, num_result_rows(spec, config, None, most)),
-    )  # fmt: skip
+    )

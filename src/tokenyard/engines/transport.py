@@ -26,9 +26,12 @@ class Spans:
 
     @staticmethod
     def among(
-        peers: range, num_ranks: int, send_counts: list[int], recv_counts: list[int],
+        peers: range,
+        num_ranks: int,
+        send_counts: list[int],
+        recv_counts: list[int],
         stride: int | None = None,
-    ) -> Spans:  # fmt: skip
+    ) -> Spans:
         """Rows to and from ``peers`` only, one count of each per peer. Blocks follow each other
         without gaps, or are ``stride`` rows long, of which the first ``counts`` are in use."""
 

@@ -35,9 +35,12 @@ class DeviceWaits:
     """
 
     def __init__(
-        self, stats: Stats, memory: SymmetricMemory, waited: Tensor,
+        self,
+        stats: Stats,
+        memory: SymmetricMemory,
+        waited: Tensor,
         named: Callable[[int, int], Source],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stats, self._waited, self._named = stats, waited, named
         self._before = {what: seconds[:] for what, seconds in stats.waits.items()}
         self._on_gpu, self._open = waited.is_cuda, True

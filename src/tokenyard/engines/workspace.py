@@ -56,9 +56,14 @@ class PeerWorkspace:
     stand_ins: tuple[Callable[..., None], ...] = ()
 
     def __init__(
-        self, config: Config, memory: SymmetricMemory, tuning: Tuning, buffer_bytes: int, *,
+        self,
+        config: Config,
+        memory: SymmetricMemory,
+        tuning: Tuning,
+        buffer_bytes: int,
+        *,
         pulls: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from tokenyard.kernels import sync  # Triton, which sizes alone do not need
 
         ranks, channels = config.world_size, tuning.channels
