@@ -189,14 +189,14 @@ else
       tl.store(turn.done)
 """,  # model_rings.call_barrier
     ("two_headers", "all_are_here"): """
-look_at_all(entered_of(mine, r, k))
+look_at_all(peer_word(mine, 'entered', r, k))
 else
   if here
     in_same_call(state)
 """,  # model_rings.call_barrier
     ("two_headers", "announce_call_to_all"): """
-tl.store(tag_of(bases, parity, me, k))
-add_release(entered_of(bases, me, k))
+tl.store(peer_word(bases, 'tags', me, k, parity))
+add_release(peer_word(bases, 'entered', me, k))
 tl.store(words(mine + here))
 for range(R)
   if to // P != me // P

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from edits import change, drop, drop_barrier, first_of, move, rewrite, shorten
 from mutations import mutated, mutation
-from task_mutations import TASKS, WORKERS
+from task_mutations import TAGS, TASKS, WORKERS
 from twolevel_in_place_mutations import END_IN_PLACE, NEAR_ROWS
 
 ENDS = "combine: a kernel ends without publishing"
@@ -105,7 +105,7 @@ CALL_BARRIER = {
     "call barrier: one half only": mutation(
         "reused too early",
         "region",
-        rewrite("tags_ + parity_ * ranks_ + peer_", "tags_ + peer_", "tag_of"),
+        rewrite("tags_ + parity_ * ranks_ + peer_", "tags_ + peer_", "peer_word"),
         part="barriers",
         within=30,
     ),
@@ -118,7 +118,7 @@ CALL_BARRIER = {
     "push: call barrier before its tag": mutation(
         "flag before data",
         "call_barrier",
-        move("add_release(...)", "tl.store(tag_of(...), ...)", "announce_call", along=True),
+        move("add_release(...)", f"tl.store({TAGS}, ...)", "announce_call", along=True),
         part="receives",
     ),
 }
@@ -300,7 +300,7 @@ MUTATIONS = {
     "buffers: call counted before its end": mutation(
         "wrong epoch",
         "two_in_place",
-        move("count_call(...)", "done_of(peer_base(...), ...)", "end_in_place"),
+        move("count_call(...)", "peer_word(peer_base(...), 'dones', ...)", "end_in_place"),
         part="pushes",
         within=20,
     ),
@@ -326,7 +326,7 @@ LIES = {
 
 STAND_IN = {
     "stand-in: a call without its tag": mutation(
-        "wrong epoch", "stand_in", drop("tl.store(tag_of(...), ...)", "join_call_kernel")
+        "wrong epoch", "stand_in", drop(f"tl.store({TAGS}, ...)", "join_call_kernel")
     ),
     "stand-in: a plan in the other half": mutation(
         "wrong epoch",
@@ -334,7 +334,9 @@ STAND_IN = {
         rewrite("(call_ % 2).to(tl.int32)", "((call_ + 1) % 2).to(tl.int32)", "join_plan_kernel"),
     ),
     "stand-in: nothing in place": mutation(
-        "last chunk", "stand_in", drop("raise_to(done_of(...), ...)", "join_call_kernel")
+        "last chunk",
+        "stand_in",
+        drop("raise_to(peer_word(_, 'dones', ...), ...)", "join_call_kernel"),
     ),
     "stand-in: a tag in the other half": mutation(
         "wrong epoch",

@@ -10,6 +10,7 @@ _DRAINED, _NOT_DRAINED = f"base_ + {_ROOM}", "base_ + rows_ - ring_.slots"
 _COUNTED, _NOT_COUNTED = "tl.store(at_, base_ + _ - _)", "tl.store(at_, base_)"
 _UNORDERED = "tl.atomic_add(at_, count_, mask=mask_, sem='relaxed', scope='sys')"
 _REDUCE = "reduce_turn|reduce"
+TAGS = "peer_word(_, 'tags', ...)"
 TAKEN, UPTO = "taken_ = upto_", "upto_ = tl.where(...)"
 """Rows taken up to now, and with those of the tokens that are summed."""
 
@@ -84,7 +85,7 @@ TASKS = {
     "call barrier: before its tag": mutation(
         "flag before data",
         "two_headers",
-        move("add_release(...)", "tl.store(tag_of(...), ..., mask=_)", "announce_call_to_all"),
+        move("add_release(...)", f"tl.store({TAGS}, ..., mask=_)", "announce_call_to_all"),
         within=30,
     ),
     "call barrier: of the last call": mutation(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.region import EPOCH, entered_of, peer_base, tag_of
+from tokenyard.kernels.region import EPOCH, peer_base, peer_word
 from tokenyard.kernels.sync import (
     ON_CALL_BARRIER, RANK, add_release, all_agree, lacking, note_call, wait_for_all, words,
 )  # fmt: skip
@@ -38,7 +38,7 @@ def in_same_call(state, mine, call, tag, mask, k: tl.constexpr):
     """Whether the peers of ``mask [rank_bins]``, who have announced it, are in this ``call``. Gives
     up on one that is not."""
     r = tl.arange(0, k.rank_bins)
-    theirs = tag_of(mine, (call % 2).to(tl.int32), r, k)
+    theirs = peer_word(mine, "tags", r, k, (call % 2).to(tl.int32))
     theirs = tl.load(theirs, mask=mask, other=0)
     return all_agree(state, ON_CALL_BARRIER, mask & (theirs != tag), tag, theirs)
 
@@ -51,7 +51,7 @@ def all_in_call(regions, state, tag, k: tl.constexpr, alone=False):
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call = tl.load(words(state) + EPOCH)
     want = call + 1 + (r * 0)
-    entered = entered_of(mine, r, k)
+    entered = peer_word(mine, "entered", r, k)
     noted = alone | (tl.program_id(0) == 0)
     seen = wait_for_all(
         entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False, noted=noted
@@ -70,8 +70,8 @@ def announce_call(regions, state, tag, k: tl.constexpr):
     note_call(state, tag, call)
     r = tl.arange(0, k.rank_bins)
     bases = tl.load(words(regions) + r, mask=r < k.ranks, other=0)
-    tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=r < k.ranks)
-    entered = entered_of(bases, me, k)
+    tl.store(peer_word(bases, "tags", me, k, parity), tag + (r * 0), mask=r < k.ranks)
+    entered = peer_word(bases, "entered", me, k)
     add_release(entered, tl.full((k.rank_bins,), 1, tl.int64), r < k.ranks)
 
 

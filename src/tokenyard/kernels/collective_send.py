@@ -27,7 +27,7 @@ from tokenyard.kernels.plan import (
     MOST_COMPARED, MOST_MERGED, Picks, PlanConfig, PlanOutputs, count_channel,
 )  # fmt: skip
 from tokenyard.kernels.region import (
-    CALL_AT, COUNTS_AT, ROWS_AT, first_expert, first_out, ints, out_bound, place_of, plan_words,
+    CALL_AT, COUNTS_AT, ROWS_AT, first_expert, ints, out_bound, place_of, plan_word, plan_words,
 )  # fmt: skip
 from tokenyard.kernels.structs import Cast, Grid, Payload, Routing, RowConstants
 from tokenyard.kernels.sync import words
@@ -88,7 +88,7 @@ def _place_channels(hist, plan, stride, told, k: tl.constexpr):
         tl.store(out_bound(plan, r, C, k), totals, mask=known)
         tl.store(hist + C * k.columns + r, totals, mask=known)
         first = tl.where(stride > 0, r * stride, before + tl.cumsum(totals, 0) - totals)
-        tl.store(first_out(plan, r, k), first, mask=known)
+        tl.store(plan_word(plan, "first_out", r, k), first, mask=known)
         if told != 0:
             tl.store(words(told) + r, totals.to(tl.int64), mask=known)
         before += tl.sum(totals)
@@ -166,7 +166,7 @@ def _places(plan, route, returns, t, share, num_tokens, k: tl.constexpr):
     place = tl.load(place_of(plan, t, num_tokens, k) + r, mask=known, other=-1)
     goes = place >= 0
     place += tl.load(out_bound(plan, r, t // share, k), mask=goes, other=0)
-    place += tl.load(first_out(plan, r, k), mask=goes, other=0)
+    place += tl.load(plan_word(plan, "first_out", r, k), mask=goes, other=0)
     nth = r if k.width == k.plan_ranks else tl.cumsum(goes.to(tl.int32), 0) - 1
     one = goes[:, None] & (nth[:, None] == j[None, :])
     to = tl.sum(tl.where(one, place[:, None] + 1, 0), axis=0) - 1

@@ -19,7 +19,7 @@ from tokenyard.kernels.payload import (
     AT_ONCE, as_words, cast, copy_words, elements, load_groups, of_each, store_cast,
 )  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, placing_of, unpack_flat
-from tokenyard.kernels.region import first_in, go_of, in_bound
+from tokenyard.kernels.region import go_of, in_bound, plan_word
 from tokenyard.kernels.structs import Batch, Result, Routing
 from tokenyard.kernels.sync import RANK, given_up, words
 
@@ -165,7 +165,7 @@ def unpack_kernel(
             rows=0, scales=0, expert_ids=expert_ids, picks=0, weights=weights, source=source,
             arrivals=arrivals, slots=slots,
         )  # fmt: skip
-        a0 = tl.load(first_in(plan, s, k))
+        a0 = tl.load(plan_word(plan, "first_in", s, k))
         begin, end = tl.load(in_bound(plan, s, c, k)), tl.load(in_bound(plan, s, c + 1, k))
         S: tl.constexpr = k.scale_words
         if S:

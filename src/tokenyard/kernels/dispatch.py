@@ -16,7 +16,7 @@ from tokenyard.kernels.payload import (
     as_words, cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row,
 )  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
-from tokenyard.kernels.region import block_of, first_in, order_of
+from tokenyard.kernels.region import block_of, order_of, plan_word
 from tokenyard.kernels.structs import (
     Batch, Cast, Grid, NetworkRing, Payload, RingLayout, RowConstants, Rows, Strides,
     row_constants, strides_in_slots,
@@ -144,7 +144,7 @@ def put_own_rows(payload, routing, result, ring, begin, end, k: tl.constexpr):
     experts = experts_of(routing, k)
     order = order_of(routing.plan, routing.rank, routing.num_tokens, k)
     b = tl.arange(0, k.rows_sent)
-    first = tl.load(first_in(routing.plan, routing.rank, k))
+    first = tl.load(plan_word(routing.plan, "first_in", routing.rank, k))
     for i0 in range(begin, end, k.rows_sent):
         i = i0 + b
         here = i < end

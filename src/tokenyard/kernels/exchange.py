@@ -9,9 +9,8 @@ import triton.language as tl
 
 from tokenyard.kernels.place import tell_blocks
 from tokenyard.kernels.region import (
-    COUNTS_AT, ROUTING_AT, ROWS_AT, STATUS_AT, TOKENS_AT, arrival_of, block_of, bounds_of,
-    first_back, first_expert, first_in, first_out, header_of, in_bound, ints, matrix_of, out_bound,
-    start_of,
+    COUNTS_AT, ROUTING_AT, ROWS_AT, STATUS_AT, TOKENS_AT, block_of, call_word, first_expert,
+    in_bound, ints, out_bound, peer_word, plan_word, start_of,
 )  # fmt: skip
 from tokenyard.kernels.sync import STATUS, add_release, words
 from tokenyard.kernels.two_headers import put_node_headers, to_node_header
@@ -84,7 +83,8 @@ def _send_headers(regions, me, totals, said, parity, num_experts, room, tag, k: 
         to = d0 + tl.arange(0, AT_ONCE)
         there = to < R
         base = tl.load(words(regions) + to, mask=there & (to // P == me // P), other=0)
-        to_header, to_matrix = header_of(base, parity, me, k), matrix_of(base, parity, me, k)
+        to_header = call_word(base, "headers", parity, me, k)
+        to_matrix = call_word(base, "matrix", parity, me, k)
         if P < R:
             to_header, to_matrix = to_node_header(to_header, to_matrix, regions, me, parity, to, k)
         total = tl.load(totals + to, mask=there, other=0).to(tl.int64)
@@ -142,10 +142,11 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     both = known[:, None] & (c < C)[None, :]
     local = first_expert(me + 1, num_experts, R) - first_expert(me, num_experts, R)
     here = e < local
-    headers = header_of(mine, parity, s, k)
-    matrix = matrix_of(mine, parity, s, k)
+    headers = call_word(mine, "headers", parity, s, k)
+    matrix = call_word(mine, "matrix", parity, s, k)
     # all loads before a store
-    bounds = tl.load(bounds_of(mine, parity, s, k)[:, None] + c[None, :], mask=both, other=0)
+    bounds = call_word(mine, "bounds", parity, s, k)[:, None] + c[None, :]
+    bounds = tl.load(bounds, mask=both, other=0)
     rows = tl.load(headers + ROWS_AT, mask=known, other=0)
     mask = known[:, None] & (d < R)[None, :]
     table = tl.load(matrix[:, None] + d[None, :], mask=mask, other=0)
@@ -153,11 +154,12 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
     tl.store(in_bound(plan, s, 0, k)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
     tl.store(in_bound(plan, s, C, k), rows.to(tl.int32), mask=known)
-    tl.store(first_in(plan, s, k), (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
+    first_in = plan_word(plan, "first_in", s, k)
+    tl.store(first_in, (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     earlier = tl.where((s < me)[:, None], table, 0)
-    tl.store(first_out(plan, d, k), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
+    tl.store(plan_word(plan, "first_out", d, k), tl.sum(earlier, axis=0).to(tl.int32), mask=d < R)
     before = tl.where((d < me)[None, :] & (d[None, :] != s[:, None]), table, 0)
-    tl.store(first_back(plan, s, k), tl.sum(before, axis=1).to(tl.int32), mask=known)
+    tl.store(plan_word(plan, "first_back", s, k), tl.sum(before, axis=1).to(tl.int32), mask=known)
     counts = tl.sum(pairs, axis=0)
     tl.store(ints(outputs.tokens_per_expert) + e, counts, mask=here)
     if k.by_expert:
@@ -180,7 +182,7 @@ def exchange(
     tl.store(out_bound(plan, r, c, k), before, mask=r < D)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(bounds_of(bases, parity, me, k) + c, before.to(tl.int64), mask=near)
+    tl.store(call_word(bases, "bounds", parity, me, k) + c, before.to(tl.int64), mask=near)
     if c == C - 1:
         totals = hist + C * k.columns + C * k.columns
         tl.store(out_bound(plan, r, C, k), before + ranks, mask=r < D)
@@ -192,4 +194,4 @@ def exchange(
         _send_headers(regions, me, totals, said, parity, routing.num_experts, room, tag, k)
         if P < R:
             put_node_headers(regions, state, me, parity, hist, k)
-    add_release(arrival_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
+    add_release(peer_word(bases, "arrivals", me, k), tl.full((k.rank_bins,), 1, tl.int64), near)

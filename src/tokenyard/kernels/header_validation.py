@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.region import (
-    COUNTS_AT, ROWS_AT, STATUS_AT, TOKENS_AT, block_place, block_room, go_of, header_of, matrix_of,
+    COUNTS_AT, ROWS_AT, STATUS_AT, TOKENS_AT, call_word, go_of, plan_word,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
     DISAGREED, ON_CALL_BARRIER, ON_COUNTS, all_agree, give_up, words,
@@ -36,16 +36,16 @@ def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
     W: tl.constexpr = k.header_words
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4
     w, r = tl.arange(0, k.header_bins), tl.arange(0, k.rank_bins)
-    own = tl.load(header_of(mine, parity, me, k) + w, mask=w < W, other=0)
+    own = tl.load(call_word(mine, "headers", parity, me, k) + w, mask=w < W, other=0)
     mismatches = tl.full((), 0, tl.int64)
     for s0 in range(0, R, AT_ONCE):
         s = s0 + tl.arange(0, AT_ONCE)
         known = (s < R)[:, None]
         mask = known & (w < W)[None, :]
-        from_header = header_of(mine, parity, s, k)[:, None] + w[None, :]
+        from_header = call_word(mine, "headers", parity, s, k)[:, None] + w[None, :]
         v = tl.load(from_header, mask=mask, other=0)
         in_matrix = known & (r < R)[None, :]
-        from_matrix = matrix_of(mine, parity, s, k)[:, None] + r[None, :]
+        from_matrix = call_word(mine, "matrix", parity, s, k)[:, None] + r[None, :]
         row = tl.load(from_matrix, mask=in_matrix, other=0)
         tl.store(words(header_out) + 3 + s[:, None] * W + w[None, :], v, mask=mask)
         to_matrix = words(header_out) + 3 + R * W + s[:, None] * R + r[None, :]
@@ -65,14 +65,14 @@ def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
 @triton.jit
 def _where_rows_go(plan, said, rooms, k: tl.constexpr):
     """Note the blocks in which ranks await rows. Of one node ``said [rank_bins]`` are above 32 bits
-    the places of blocks (``block_place``), -1 of a block whose rank expects rows through rings, 0
+    the ``places`` of blocks, -1 of a block whose rank expects rows through rings, 0
     of a rank that has none. Returns what rows may do (``go_of``), 0 if ranks expect them in
     different ways; and whether a rank has no block."""
     s = tl.arange(0, k.rank_bins)
     known = s < k.ranks
     places = said >> 32
-    tl.store(block_place(plan, s, k), places.to(tl.int32), mask=known)
-    tl.store(block_room(plan, s, k), rooms.to(tl.int32), mask=known)
+    tl.store(plan_word(plan, "places", s, k), places.to(tl.int32), mask=known)
+    tl.store(plan_word(plan, "rooms", s, k), rooms.to(tl.int32), mask=known)
     most = tl.max(tl.where(known, places, 0))
     least = tl.min(tl.where(known, places, 1 << 31))
     lacks = tl.min(tl.where(known, places * places, 1)) == 0
@@ -88,8 +88,8 @@ def validate(
     object."""
     R: tl.constexpr = k.ranks
     s, d = tl.arange(0, k.rank_bins), tl.arange(0, k.rank_bins)
-    headers = header_of(mine, parity, s, k)
-    matrix = matrix_of(mine, parity, s, k)
+    headers = call_word(mine, "headers", parity, s, k)
+    matrix = call_word(mine, "matrix", parity, s, k)
     # all loads before anybody waits for one
     tags = tl.load(matrix + R + 1, mask=s < R, other=0)
     places = tl.load(matrix + R, mask=s < R, other=0)

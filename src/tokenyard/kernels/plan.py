@@ -41,7 +41,7 @@ from tokenyard.kernels.header_validation import validate
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
-    COUNTS_AT, TICKETS, arrival_of, ints, order_of, owner_of, peer_base, place_of,
+    COUNTS_AT, TICKETS, ints, order_of, owner_of, peer_base, peer_word, place_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import Grid, Routing, grid_of
 from tokenyard.kernels.sync import (
@@ -295,7 +295,7 @@ def plan_kernel(
             _settle_tile(outputs, routing, before_row, before, tb, t1, k)
         if (c == 0) | (c == VALIDATOR):
             mine = peer_base(regions, me)
-            arrivals, wants = arrival_of(mine, r, k), want + (r * 0)
+            arrivals, wants = peer_word(mine, "arrivals", r, k), want + (r * 0)
             if c == VALIDATOR:
                 seen = wait_for_all(arrivals, wants, r < k.ranks, state, ON_COUNTS, r, MORE=False)
                 there = lacking(seen, wants, r < k.ranks) == 0

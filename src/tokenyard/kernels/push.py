@@ -50,7 +50,7 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import as_words, copy_words, elements, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
-    EPOCH, LEFT, first_back, first_in, in_bound, landed_of, out_bound, place_of, receive_rows_at,
+    EPOCH, LEFT, in_bound, landed_of, out_bound, place_of, plan_word, receive_rows_at,
 )  # fmt: skip
 from tokenyard.kernels.structs import Peers, RowConstants, row_constants
 from tokenyard.kernels.sync import (
@@ -140,8 +140,8 @@ def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
     r = tl.arange(0, k.rank_bins)
     others = (r < R) & (r != me)
     counts = tl.load(in_bound(plan, r, C, k), mask=others, other=0)
-    firsts = tl.load(first_in(plan, r, k), mask=others, other=0)
-    backs = tl.load(first_back(plan, r, k), mask=others, other=0)
+    firsts = tl.load(plan_word(plan, "first_in", r, k), mask=others, other=0)
+    backs = tl.load(plan_word(plan, "first_back", r, k), mask=others, other=0)
     bases = tl.load(words(receive_buffers) + r, mask=others, other=0)
     chunks = (tl.max(counts) + CHUNK - 1) // CHUNK
     for unit in range(tl.program_id(0), chunks * OTHERS, k.pushers):
@@ -271,7 +271,7 @@ def _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k: tl.
     sent = tl.load(out_bound(plan, r, C, k), mask=(r < k.ranks) & (r != me), other=0)
     backs = (tl.cumsum(sent, 0) - sent).to(tl.int64)
     starts = receive_buffer + receive_rows_at(k.ranks, k.chunks) + backs * ROW
-    first_own = tl.load(first_in(plan, me, k))
+    first_own = tl.load(plan_word(plan, "first_in", me, k))
     starts = tl.where(r == me, parts.rows + first_own.to(tl.int64) * ROW, starts)
     pieces = (num_tokens + k.tokens - 1) // k.tokens * PARTS
     first = tl.program_id(0) - k.pushers

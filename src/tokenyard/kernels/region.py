@@ -17,7 +17,7 @@ words:
     blocks   [2, R]  written by the peer, beside its tag: where its block is in its heap that awaits
                      rows of a cached dispatch, bytes / 256 + 1; 0: it has none
     matrix   [2, R, R + 2]  written by the peer: how many rows it sends to each rank, for how many
-                     it has room (and above these 32 bits, of one node, where: see ``block_place``),
+                     it has room (and above these 32 bits, of one node, ``places`` of a plan),
                      and its tag
     bounds   [2, R, C]  written by the peer: rows to me in its channels before this one
     headers  [2, R, W]  written by the peer: its header for me
@@ -74,28 +74,28 @@ def signal_table(ranks: int, channels: int, header_words: int) -> dict[str, int]
 def plan_table(ranks: int, channels: int) -> dict[str, int]:
     """int32 words of each part of a plan before the tables of tokens."""
     return {
-        "out_bound": ranks * (channels + 1), "in_bound": ranks * (channels + 1),
-        "first_in": ranks, "first_out": ranks, "go": 1, "first_back": ranks,
-        "places": ranks, "rooms": ranks,
-    }  # fmt: skip
-
-
-@triton.constexpr_function
-def signal_at(part: str, ranks: int, channels: int) -> int:
-    """Word of the symmetric region where ``part`` begins."""
-    return before(part, signal_table(ranks, channels, 0))
-
-
-@triton.constexpr_function
-def plan_at(part: str, ranks: int, channels: int) -> int:
-    """Word of a plan where ``part`` begins."""
-    return before(part, plan_table(ranks, channels))
+        "out_bound": ranks * (channels + 1),
+        "in_bound": ranks * (channels + 1),
+        "first_in": ranks,  # the arrival row where rows from a rank begin here
+        "first_out": ranks,  # the arrival row where my rows begin on a rank
+        "go": 1,
+        "first_back": ranks,  # the row of a rank's receive buffer where rows from me begin
+        # where the block is in a rank's heap that awaits rows of this call: bytes / 256 + 1
+        "places": ranks,
+        "rooms": ranks,  # rows for which that block has room
+    }
 
 
 @triton.constexpr_function
 def _head(ranks: int, channels: int) -> int:
     """int32 words before a plan's tables of tokens, a multiple of 32."""
     return -(-sum(plan_table(ranks, channels).values()) // 32) * 32
+
+
+@triton.constexpr_function
+def _of_a_peer(part: str, ranks: int, channels: int, header_words: int) -> int:
+    """Words that a peer has in each of the two halves of ``part``."""
+    return signal_table(ranks, channels, header_words)[part] // (2 * ranks)
 
 
 def signal_words(ranks: int, channels: int, header_words: int) -> int:
@@ -142,58 +142,33 @@ def peer_base(peers, rank):
 
 
 @triton.jit
-def _signals(base, part: tl.constexpr, k: tl.constexpr):
-    return words(base) + signal_at(part, k.ranks, k.channels)
+def peer_word(base, part: tl.constexpr, peer, k: tl.constexpr, parity=0):
+    """The word of ``peer`` in ``entered``, ``arrivals`` or ``dones``, or in the half ``parity`` of
+    ``tags`` or ``blocks``."""
+    first: tl.constexpr = before(part, signal_table(k.ranks, k.channels, 0))
+    return words(base) + first + parity * k.ranks + peer
+
+
+@triton.jit
+def call_word(base, part: tl.constexpr, parity, peer, k: tl.constexpr):
+    """The first word of ``peer`` in half ``parity`` of ``matrix``, ``bounds`` or ``headers``."""
+    HEADER: tl.constexpr = k.header_words if part == "headers" else 0
+    EACH: tl.constexpr = _of_a_peer(part, k.ranks, k.channels, HEADER)
+    first: tl.constexpr = before(part, signal_table(k.ranks, k.channels, 0))
+    return words(base) + first + (parity * k.ranks + peer) * EACH
 
 
 @triton.jit
 def tail_of(base, source, channel, k: tl.constexpr):
+    """The tail of ring (source, channel): senders and forwarders add to it."""
     return words(base) + source * k.channels + channel
 
 
 @triton.jit
 def head_of(base, destination, channel, k: tl.constexpr):
-    return _signals(base, "heads", k) + destination * k.channels + channel
-
-
-@triton.jit
-def entered_of(base, peer, k: tl.constexpr):
-    return _signals(base, "entered", k) + peer
-
-
-@triton.jit
-def arrival_of(base, peer, k: tl.constexpr):
-    return _signals(base, "arrivals", k) + peer
-
-
-@triton.jit
-def done_of(base, peer, k: tl.constexpr):
-    return _signals(base, "dones", k) + peer
-
-
-@triton.jit
-def tag_of(base, parity, peer, k: tl.constexpr):
-    return _signals(base, "tags", k) + parity * k.ranks + peer
-
-
-@triton.jit
-def block_told(base, parity, peer, k: tl.constexpr):
-    return _signals(base, "blocks", k) + parity * k.ranks + peer
-
-
-@triton.jit
-def matrix_of(base, parity, peer, k: tl.constexpr):
-    return _signals(base, "matrix", k) + (parity * k.ranks + peer) * (k.ranks + 2)
-
-
-@triton.jit
-def bounds_of(base, parity, peer, k: tl.constexpr):
-    return _signals(base, "bounds", k) + (parity * k.ranks + peer) * k.channels
-
-
-@triton.jit
-def header_of(base, parity, peer, k: tl.constexpr):
-    return _signals(base, "headers", k) + (parity * k.ranks + peer) * k.header_words
+    """The head of my ring (me, channel) at ``destination``: who takes rows out adds to it."""
+    heads: tl.constexpr = before("heads", signal_table(k.ranks, k.channels, 0))
+    return words(base) + heads + destination * k.channels + channel
 
 
 @triton.jit
@@ -205,6 +180,7 @@ def ring_of(base, source, channel, k: tl.constexpr):
 
 @triton.jit
 def landed_of(base, source, chunk, k: tl.constexpr):
+    """Of a receive buffer: a pusher of ``source`` raises it to the number of the call."""
     return words(base) + source * k.chunks + chunk
 
 
@@ -254,45 +230,21 @@ def in_bound(plan, rank, channel, k: tl.constexpr):
 
 
 @triton.jit
-def first_in(plan, rank, k: tl.constexpr):
-    """The arrival row where rows from ``rank`` begin here. ``[ranks]``."""
-    return ints(plan) + plan_at("first_in", k.plan_ranks, k.channels) + rank
-
-
-@triton.jit
-def first_out(plan, rank, k: tl.constexpr):
-    """The arrival row where my rows begin on ``rank``. ``[ranks]``."""
-    return ints(plan) + plan_at("first_out", k.plan_ranks, k.channels) + rank
+def plan_word(plan, part: tl.constexpr, rank, k: tl.constexpr):
+    """The word of ``rank`` in ``part`` (:func:`plan_table`)."""
+    return ints(plan) + before(part, plan_table(k.plan_ranks, k.channels)) + rank
 
 
 @triton.jit
 def go_of(plan, k: tl.constexpr):
     """1 or 2 if rows may move: all ranks agree on the call, and all have room for what they get; 1
     through rings, 2 to blocks of peers' heaps. The same on every rank."""
-    return ints(plan) + plan_at("go", k.plan_ranks, k.channels)
-
-
-@triton.jit
-def first_back(plan, rank, k: tl.constexpr):
-    """The row of ``rank``'s receive buffer where rows from me begin. ``[ranks]``."""
-    return ints(plan) + plan_at("first_back", k.plan_ranks, k.channels) + rank
-
-
-@triton.jit
-def block_place(plan, rank, k: tl.constexpr):
-    """Where the block is in ``rank``'s heap that awaits rows of this call: bytes / 256 + 1.
-    ``[ranks]``."""
-    return ints(plan) + plan_at("places", k.plan_ranks, k.channels) + rank
-
-
-@triton.jit
-def block_room(plan, rank, k: tl.constexpr):
-    """Rows for which that block has room. ``[ranks]``."""
-    return ints(plan) + plan_at("rooms", k.plan_ranks, k.channels) + rank
+    return plan_word(plan, "go", 0, k)
 
 
 @triton.jit
 def _tables(plan, k: tl.constexpr):
+    """Where a plan's tables of tokens begin."""
     return ints(plan) + _head(k.plan_ranks, k.channels)
 
 

@@ -47,10 +47,7 @@ import triton.language as tl
 
 from tokenyard import header as head
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.region import (
-    DIRECT_CALLS, EPOCH, TICKETS, arrival_of, done_of, header_of, entered_of, matrix_of, peer_base,
-    tag_of,
-)  # fmt: skip
+from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, call_word, peer_base, peer_word
 from tokenyard.kernels.sync import RANK, add_release, words
 from tokenyard.routing import power_of_two_at_least
 
@@ -91,12 +88,12 @@ def join_plan_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
     call = tl.load(words(state) + TICKETS) // k.channels
     parity = (call % 2).to(tl.int32)
     said = tl.load(words(header_in) + w, mask=w < _SAID, other=0)
-    to = header_of(mine, parity, r, k)[:, None] + w[None, :]
+    to = call_word(mine, "headers", parity, r, k)[:, None] + w[None, :]
     tl.store(to, said[None, :] + (r * 0)[:, None], mask=gone[:, None] & (w < _SAID)[None, :])
-    row = matrix_of(mine, parity, r, k) + k.ranks
+    row = call_word(mine, "matrix", parity, r, k) + k.ranks
     tl.store(row, tl.full((k.rank_bins,), _ROOM, tl.int64), mask=gone)
     tl.store(row + 1, tag + (r * 0), mask=gone)
-    _raise_to(arrival_of(mine, r, k), (call + 1) * k.channels + (r * 0), gone)
+    _raise_to(peer_word(mine, "arrivals", r, k), (call + 1) * k.channels + (r * 0), gone)
 
 
 @triton.jit(repr=shown_as("nvlink::stand_in"))
@@ -105,9 +102,9 @@ def join_call_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
     r, gone = _absent(absent, k)
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
     call, in_place = tl.load(words(state) + EPOCH), tl.load(words(state) + DIRECT_CALLS)
-    tl.store(tag_of(mine, (call % 2).to(tl.int32), r, k), tag + (r * 0), mask=gone)
-    _raise_to(entered_of(mine, r, k), call + 1 + (r * 0), gone)
-    _raise_to(done_of(mine, r, k), (in_place + 1) * k.writers + (r * 0), gone)
+    tl.store(peer_word(mine, "tags", r, k, (call % 2).to(tl.int32)), tag + (r * 0), mask=gone)
+    _raise_to(peer_word(mine, "entered", r, k), call + 1 + (r * 0), gone)
+    _raise_to(peer_word(mine, "dones", r, k), (in_place + 1) * k.writers + (r * 0), gone)
 
 
 # The host's side

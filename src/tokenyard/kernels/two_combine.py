@@ -42,7 +42,7 @@ from tokenyard.kernels.combine import (
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
-    first_in, head_of, in_bound, peer_base, ring_of, sent_to, tail_of, taken_from,
+    head_of, in_bound, peer_base, plan_word, ring_of, sent_to, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
     Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of, row_constants,
@@ -142,7 +142,7 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
         peer=node * P + local, base=base, begin=lo, end=hi, done=i0,
     )  # fmt: skip
     mine, others = link.mine, (q < P) & (q != local)
-    a0 = tl.load(first_in(plan, link.peer, k))
+    a0 = tl.load(plan_word(plan, "first_in", link.peer, k))
     a0 = a0 + tl.load(in_bound(plan, link.peer, c, k))
     cap = tl.load(table_rows(plan, k))
     experts = num_experts_of(routing, k)
@@ -228,7 +228,7 @@ def _send_turn(peers, routing, parts, s, turn, k: tl.constexpr):
             there = peer_base(peers.regions, me // P * P + s % P)
             as_me = s // P * P + me % P
             ring = ring_of(there, as_me, c, k)
-            begin, first = lo + i, tl.load(first_in(plan, s, k))
+            begin, first = lo + i, tl.load(plan_word(plan, "first_in", s, k))
             chunk = Chunk(begin=begin, count=n, low=lo, first=first)
             send_sums_chunk(parts, ring, chunk, k)
             tail = tail_of(there, as_me, c, k).to(tl.int64)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.region import (
-    first_in, head_of, out_bound, peer_base, place_of, tail_of, taken_from,
+    head_of, out_bound, peer_base, place_of, plan_word, tail_of, taken_from,
 )  # fmt: skip
 from tokenyard.kernels.sync import add_release, give_up_on_one, lacking, look_at_all, words
 from tokenyard.kernels.two_net import credit
@@ -124,7 +124,7 @@ def reduce(peers, routing, parts, sums, share, turn, k: tl.constexpr):
     deferred = tl.load(deferred_at, mask=far & (share.done > 0), other=0)
     lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
     heads = _heads(peers, near, far, c, k)
-    a0, my_low = tl.load(first_in(plan, me, k)), tl.sum(tl.where(r == me, lows, 0))
+    a0, my_low = tl.load(plan_word(plan, "first_in", me, k)), tl.sum(tl.where(r == me, lows, 0))
     low_near = tl.load(out_bound(plan, home * P + q, c, k), mask=q < P, other=0)
     tails = tl.where(far, mine + net_tail(node, c, k), tail_of(mine, r, c, k).to(tl.int64))
     found = look_at_all(words(tails), awaited)

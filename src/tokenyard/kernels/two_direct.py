@@ -26,7 +26,7 @@ as always, which come behind the plans, that have seen all headers. The kernel e
 of all ranks have written; so the block is its rank's alone from then on, and may be given back.
 
 TOLD: a cached dispatch to heaps has no plan that tells of blocks. Each rank stores the place of its
-block to all before it announces the call (``block_told``), so who has seen all announcements knows
+block to all (``blocks``) before it announces the call, so who has seen all announcements knows
 all places. All read the same. If a rank has no block, no row moves, and the call ends as if there
 were none. IN_HEAPS says which, to the launch through rings behind it in the same stream: that moves
 rows if none have moved, and else copies the scales out of the block. It announces a call of its own
@@ -57,8 +57,7 @@ from tokenyard.kernels.dispatch import config_of, in_slots
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    EPOCH, block_place, block_room, block_told, first_out, go_of, in_bound, out_bound, peer_base,
-    place_of,
+    EPOCH, go_of, in_bound, out_bound, peer_base, peer_word, place_of, plan_word,
 )  # fmt: skip
 from tokenyard.kernels.structs import Payload, Peers, Routing, Turn, grid_of, network_ring_of
 from tokenyard.kernels.sync import (
@@ -103,7 +102,7 @@ def _near_turn(peers, routing, payload, buffers, part, turn, ready, k: tl.conste
     if (left > 0) & ready:
         b, q = tl.arange(0, k.rows_sent), tl.arange(0, k.grid.local_bins)
         home, near = me // P, (q < P)[None, :]
-        firsts = tl.load(first_out(routing.plan, home * P + q, k), mask=q < P, other=0)
+        firsts = tl.load(plan_word(routing.plan, "first_out", home * P + q, k), mask=q < P, other=0)
         n = tl.minimum(left, k.network_ring.chunk)
         for j in range(0, n, k.rows_sent):
             t, here = c * share + i0 + j + b, j + b < n
@@ -202,7 +201,7 @@ def _announce(peers, call, awaited, tag, k: tl.constexpr):
     if k.told:
         r = tl.arange(0, k.rank_bins)
         bases = tl.load(words(peers.regions) + r, mask=r < k.ranks, other=0)
-        told = block_told(bases, (call % 2).to(tl.int32), peers.rank, k)
+        told = peer_word(bases, "blocks", peers.rank, k, (call % 2).to(tl.int32))
         tl.store(told, awaited + (r * 0), mask=r < k.ranks)
     announce_call_to_all(peers.regions, peers.state, tag, k)
 
@@ -229,8 +228,8 @@ def _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k: tl.conste
     q = tl.arange(0, k.grid.local_bins)
     near, ok = q < P, True
     if k.heap:
-        places = tl.load(block_place(plan, q, k), mask=near, other=1)
-        rooms = tl.load(block_room(plan, q, k), mask=near, other=0)
+        places = tl.load(plan_word(plan, "places", q, k), mask=near, other=1)
+        rooms = tl.load(plan_word(plan, "rooms", q, k), mask=near, other=0)
         rows, ok = _in_blocks(state, buffers, places, rooms, metadata_at, heap_bytes, ON_COUNTS, k)
     else:
         rows = tl.load(words(buffers) + home * P + q, mask=near, other=0)
@@ -243,8 +242,8 @@ def _told_rows(peers, plan, buffers, call, before, heap_bytes, k: tl.constexpr):
     behind all announcements; and whether every rank has a block: else no row moves."""
     q = tl.arange(0, k.grid.local_bins)
     near, mine = q < k.ranks, peer_base(peers.regions, peers.rank)
-    places = tl.load(block_told(mine, (call % 2).to(tl.int32), q, k), mask=near, other=1)
-    last = tl.load(first_out(plan, q, k), mask=near, other=0)
+    places = tl.load(peer_word(mine, "blocks", q, k, (call % 2).to(tl.int32)), mask=near, other=1)
+    last = tl.load(plan_word(plan, "first_out", q, k), mask=near, other=0)
     last += tl.load(out_bound(plan, q, k.channels, k), mask=near, other=0)
     moves = tl.min(places) > 0
     places, last = tl.where(moves, places, 1), tl.where(moves, last, 0)

@@ -61,7 +61,7 @@ from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import AT_ONCE, as_words, copy_words
 from tokenyard.kernels.place import num_experts_of, placing_of
 from tokenyard.kernels.region import (
-    first_in, go_of, head_of, in_bound, order_of, out_bound, peer_base, ring_of, sent_to, tail_of,
+    go_of, head_of, in_bound, order_of, out_bound, peer_base, plan_word, ring_of, sent_to, tail_of,
     taken_from,
 )  # fmt: skip
 from tokenyard.kernels.structs import (
@@ -159,7 +159,7 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
             putter = peer_base(peers.regions, me // P * P + source % P)
             head = head_of(putter, source // P * P + me % P, turn.channel, k)
             ring = ring_of(mine, source, turn.channel, k)
-            first = tl.load(first_in(routing.plan, source, k)) + lo
+            first = tl.load(plan_word(routing.plan, "first_in", source, k)) + lo
             receive_chunk(routing, result, source, ring, i, n, first, k)
             head = head.to(tl.int64)
             defer_signal(peers.state, turn, 0, head, n.to(tl.int64), None, k)

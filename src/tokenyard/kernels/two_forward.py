@@ -21,7 +21,7 @@ from tokenyard.kernels.dispatch import in_slots
 from tokenyard.kernels.payload import as_words
 from tokenyard.kernels.place import experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import (
-    first_in, head_of, in_bound, owner_of, peer_base, sent_to, tail_of,
+    head_of, in_bound, owner_of, peer_base, plan_word, sent_to, tail_of,
 )  # fmt: skip
 from tokenyard.kernels.structs import Batch, Hop
 from tokenyard.kernels.sync import (
@@ -172,7 +172,7 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     local, number = experts.end - experts.first, other(hop.node, hop.home)
     table = table_of(routing, local, cap, number, k)
     from_source = tl.load(in_bound(plan, hop.peer, c, k))
-    a0 = tl.load(first_in(plan, hop.peer, k)) + from_source
+    a0 = tl.load(plan_word(plan, "first_in", hop.peer, k)) + from_source
     most = tl.load(in_bound(plan, hop.peer, c + 1, k)) - from_source
     ring = ring_at(hop.mine, number, c, k)
     rings = k.ring.first_byte + (hop.peer * k.channels + c).to(tl.int64) * k.ring.num_bytes

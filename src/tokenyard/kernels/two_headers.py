@@ -28,8 +28,7 @@ from tokenyard.kernels.call_barrier import CallBarrierConfig, all_in_call, count
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
 from tokenyard.kernels.region import (
-    EPOCH, TOKENS_AT, arrival_of, bounds_of, first_out, header_of, entered_of, in_bound, matrix_of,
-    peer_base, tag_of,
+    EPOCH, TOKENS_AT, call_word, in_bound, peer_base, peer_word, plan_word,
 )  # fmt: skip
 from tokenyard.kernels.structs import grid_of
 from tokenyard.kernels.sync import (
@@ -87,7 +86,7 @@ def put_node_headers(peers, state, me, parity, hist, k: tl.constexpr):
                 tl.store(beside_at, (tl.cumsum(rows, 0) - rows).to(tl.int64), mask=c < C)
             num_bytes = tl.where(rail, 8 * LONG, 8 * SHORT).to(tl.int64)
             there = node_header_at(0, parity, me, k)
-            counter = arrival_of(mine, me, k).to(tl.int64) - mine
+            counter = peer_word(mine, "arrivals", me, k).to(tl.int64) - mine
             account = net_bytes(state, to // P, k)
             count = tl.full((), C, tl.int64)
             put(peers, account, mine, to, there, here, num_bytes, counter, count, 1, k.grid.network)
@@ -108,12 +107,12 @@ def unpack_node_headers(mine, me, parity, plan, k: tl.constexpr):
         if s // P != me // P:
             node_header = words(mine + node_header_at(0, parity, s, k))
             said = w < W
-            header = header_of(mine, parity, s, k) + w
+            header = call_word(mine, "headers", parity, s, k) + w
             tl.store(header, tl.load(node_header + w, mask=said, other=0), mask=said)
             row = tl.load(node_header + W + r, mask=r < R + 2, other=0)
-            tl.store(matrix_of(mine, parity, s, k) + r, row, mask=r < R + 2)
+            tl.store(call_word(mine, "matrix", parity, s, k) + r, row, mask=r < R + 2)
             bounds = tl.load(node_header + W + R + 2 + c, mask=c < C, other=0)
-            tl.store(bounds_of(mine, parity, s, k) + c, bounds, mask=c < C)
+            tl.store(call_word(mine, "bounds", parity, s, k) + c, bounds, mask=c < C)
             if s % P == me % P:
                 through = tl.load(node_header + W + R + 2 + C + c, mask=c < C, other=0)
                 tl.store(in_bound(plan, R + s // P, 0, k) + c, through.to(tl.int32), mask=c < C)
@@ -139,7 +138,7 @@ def note_first_forwarded(mine, parity, routing, k: tl.constexpr):
         node = g + 0
         if node != home:
             source = node * P + me % P
-            rows = matrix_of(mine, parity, s, k)[:, None] + home * P + q[None, :]
+            rows = call_word(mine, "matrix", parity, s, k)[:, None] + home * P + q[None, :]
             earlier = tl.load(rows, mask=(s < source)[:, None] & (q < P)[None, :], other=0)
             node_header = words(mine + node_header_at(0, parity, source, k)) + SHORT
             bounds = tl.load(node_header + q[:, None] * C + c[None, :], mask=both, other=0)
@@ -154,10 +153,10 @@ def lacks_table(mine, state, parity, plan, room, k: tl.constexpr):
     ``room``. Notes this rank's."""
     R: tl.constexpr = k.ranks
     r = tl.arange(0, k.rank_bins)
-    tokens = tl.load(header_of(mine, parity, r, k) + TOKENS_AT, mask=r < R, other=0)
-    rooms = tl.load(matrix_of(mine, parity, r, k) + R, mask=r < R, other=2**62) >> 32
+    tokens = tl.load(call_word(mine, "headers", parity, r, k) + TOKENS_AT, mask=r < R, other=0)
+    rooms = tl.load(call_word(mine, "matrix", parity, r, k) + R, mask=r < R, other=2**62) >> 32
     most, least = tl.max(tokens), tl.min(rooms)
-    tl.store(first_out(plan, R, k), (room >> 32).to(tl.int32))
+    tl.store(plan_word(plan, "first_out", R, k), (room >> 32).to(tl.int32))
     if not k.exact:  # otherwise the host sees to it
         if most > least:
             give_up(state, DISAGREED, ON_COUNTS, tl.argmax(tokens, 0), 0, least, most)
@@ -175,13 +174,13 @@ def announce_call_to_all(regions, state, tag, k: tl.constexpr):
     r = tl.arange(0, k.rank_bins)
     near = (r < R) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    tl.store(tag_of(bases, parity, me, k), tag + (r * 0), mask=near)
-    add_release(entered_of(bases, me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
+    tl.store(peer_word(bases, "tags", me, k, parity), tag + (r * 0), mask=near)
+    add_release(peer_word(bases, "entered", me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
     mine = peer_base(regions, me)
     here = tag_at(parity, k)
     tl.store(words(mine + here), tag)
-    there = tag_of(mine, parity, me, k).to(tl.int64) - mine
-    counter = entered_of(mine, me, k).to(tl.int64) - mine
+    there = peer_word(mine, "tags", me, k, parity).to(tl.int64) - mine
+    counter = peer_word(mine, "entered", me, k).to(tl.int64) - mine
     for rank in range(R):
         to = rank + 0
         if to // P != me // P:
@@ -223,7 +222,7 @@ def all_are_here(regions, state, tag, call, step, noted, k: tl.constexpr):
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
     want = call + 1 + (r * 0)
-    seen = look_at_all(entered_of(mine, r, k), r < k.ranks)
+    seen = look_at_all(peer_word(mine, "entered", r, k), r < k.ranks)
     tl.debug_barrier()
     matrix = tl.load(words(state) + WAITED)
     note_look(matrix, ON_CALL_BARRIER, r, words(matrix) - 1 - r, seen < want, others & noted)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.call_barrier import count_call
-from tokenyard.kernels.region import DIRECT_CALLS, done_of, peer_base
+from tokenyard.kernels.region import DIRECT_CALLS, peer_base, peer_word
 from tokenyard.kernels.sync import ON_END, RANK, add_release, wait_beside, wait_for_all, words
 
 
@@ -38,10 +38,10 @@ def end_in_place(regions, state, k: tl.constexpr):
     near = (r < k.ranks) & (r // P == me // P)
     calls = tl.load(words(state) + DIRECT_CALLS)
     bases = tl.load(words(regions) + r, mask=near, other=0)
-    dones = done_of(bases, me, k)
+    dones = peer_word(bases, "dones", me, k)
     add_release(dones, tl.full((k.rank_bins,), 1, tl.int64), near)
     if tl.program_id(0) == 0:
-        dones = done_of(peer_base(regions, me), r, k)
+        dones = peer_word(peer_base(regions, me), "dones", r, k)
         want = (calls + 1) * tl.num_programs(0) + (r * 0)
         # this rank's workers have deadlines of their own, and know better whom they lack
         if wait_beside(dones, want, r == me, state):

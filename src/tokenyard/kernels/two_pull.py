@@ -31,7 +31,7 @@ import triton.language as tl
 from tokenyard.kernels.combine import Sums, Tiles, sums_in
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import num_experts_of
-from tokenyard.kernels.region import EPOCH, first_out, in_bound, out_bound, peer_base, place_of
+from tokenyard.kernels.region import EPOCH, in_bound, out_bound, peer_base, place_of, plan_word
 from tokenyard.kernels.structs import Hop, Peers, Routing, Turn, grid_of
 from tokenyard.kernels.sync import (
     RANK, TIMED_OUT, add_release, give_up, give_up_on_one, given_up, lacking, load_acquire,
@@ -152,7 +152,7 @@ def _reduce(peers, routing, starts, sums, share, turn, k: tl.constexpr):
     taken = before
     deferred = tl.load(deferred_at, mask=far & (share.done > 0), other=0)
     lows = tl.load(out_bound(plan, r, c, k), mask=r < D, other=0)
-    firsts = tl.load(first_out(plan, home * P + q, k), mask=q < P, other=0)
+    firsts = tl.load(plan_word(plan, "first_out", home * P + q, k), mask=q < P, other=0)
     rows_at = starts + firsts.to(tl.int64) * ROW
     found = look_at_all(words(mine + net_tail(node, c, k)), far)
     tl.debug_barrier()

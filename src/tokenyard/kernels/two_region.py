@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from tokenyard import topology
-from tokenyard.kernels.region import _head, before, first_out, ints, plan_at
+from tokenyard.kernels.region import _head, before, ints, plan_table, plan_word
 from tokenyard.kernels.sync import STATE_WORDS, words
 
 _STATE = tl.constexpr(STATE_WORDS)
@@ -74,7 +74,7 @@ def first_forwarded_words(ranks: int, nodes: int, channels: int) -> int:
 
 def table_rows_at(ranks: int, nodes: int, channels: int) -> int:
     """int32 word of a plan at which :func:`table_rows` stands."""
-    return plan_at("first_out", ranks + nodes, channels) + ranks
+    return before("first_out", plan_table(ranks + nodes, channels)) + ranks
 
 
 # Tables
@@ -250,7 +250,7 @@ def other(node, mine):
 @triton.jit
 def table_rows(plan, k: tl.constexpr):
     """Rows of each node's part of the forwarders' table."""
-    return first_out(plan, k.ranks, k)
+    return plan_word(plan, "first_out", k.ranks, k)
 
 
 @triton.jit
