@@ -185,14 +185,22 @@ def collective_count_kernel(
 
 
 @triton.jit
-def _zero(result, to, k: tl.constexpr):
-    """Row ``to`` of the result, and its scales."""
+def _copy_scales(payload, a, result, to, here, k: tl.constexpr):
+    """Those of row ``a`` to the result rows ``to``, where ``here``."""
+    S: tl.constexpr = k.row.scale_words
+    if S:
+        scales = rows_at(payload.scales, 32, a, k.strides.scales)
+        copy_row_to(scales, rows_at(result.scales, 32, to, S), here, S)
+
+
+@triton.jit
+def _copy_row(payload, a, result, to, here, k: tl.constexpr):
+    """Row ``a``, with its scales, to the result rows ``to``, where ``here``."""
     row: tl.constexpr = k.row
-    at = to.to(tl.int64)
-    zero_row(as_words(result.rows, row.word_bits) + at * row.words, row.words, k.block)
-    if row.scale_words:
-        S: tl.constexpr = triton.next_power_of_2(row.scale_words)
-        zero_row(as_words(result.scales, 32) + at * row.scale_words, row.scale_words, S)
+    source = rows_at(payload.rows, row.word_bits, a, k.strides.payload)
+    target = rows_at(result.rows, row.word_bits, to, row.words)
+    copy_row_to(source, target, here, row.words, k.block)
+    _copy_scales(payload, a, result, to, here, k)
 
 
 @triton.jit
@@ -217,23 +225,19 @@ def _place_flat(payload, a, source, begin, used, experts, result, k: tl.constexp
             one == 0, row.words, k.block,
         )  # fmt: skip
     else:
-        _zero(result, to, k)
+        zero_row(result, to, row, k.block)
         tl.debug_barrier()
     batch = Batch(index=a + one, arrival=to + one, here=one == 0)
     SCALES: tl.constexpr = 0 if k.counted else row.scale_words
     place_metadata(payload, batch, source, experts, result, k.strides, SCALES, k.placing)
     if k.counted and row.scale_words:
         if here:
-            S: tl.constexpr = triton.next_power_of_2(row.scale_words)
-            scales = as_words(payload.scales, 32) + a.to(tl.int64) * k.strides.scales
-            out = as_words(result.scales, 32)
-            copy_row_to(scales, out, row.scale_words, to + one, one == 0, row.scale_words, S)
+            _copy_scales(payload, a, result, to + one, one == 0, k)
 
 
 @triton.jit
 def _place_by_expert(payload, counts, a, source, begin, count, routing, result, k: tl.constexpr):
     """Row ``a``, number ``a - begin`` of the ``count`` of its source, to all its result rows."""
-    row: tl.constexpr = k.row
     pick = tl.arange(0, k.topk_bins)
     experts = experts_of(routing, k)
     m = as_words(payload.metadata, 32) + a.to(tl.int64) * k.strides.metadata
@@ -248,14 +252,7 @@ def _place_by_expert(payload, counts, a, source, begin, count, routing, result, 
     slot = tl.load(start, mask=mine, other=0) + rank
     slot = tl.where(mine & (slot < routing.num_rows), slot, -1)
     to = keep_slots(m, 1 + k.topk, pick, slot, a, source, result, k.placing)
-    x = as_words(payload.rows, row.word_bits) + a.to(tl.int64) * k.strides.payload
-    out = as_words(result.rows, row.word_bits)
-    copy_row_to(x, out, row.words, to, to >= 0, row.words, k.block)
-    if row.scale_words:
-        S: tl.constexpr = triton.next_power_of_2(row.scale_words)
-        scales = as_words(payload.scales, 32) + a.to(tl.int64) * k.strides.scales
-        out = as_words(result.scales, 32)
-        copy_row_to(scales, out, row.scale_words, to, to >= 0, row.scale_words, S)
+    _copy_row(payload, a, result, to, to >= 0, k)
 
 
 @triton.jit
@@ -271,7 +268,7 @@ def _fill(result, begin, end, step, k: tl.constexpr):
     if not k.padded:  # else nobody looks at them
         for b in range(begin, end, step * 256):
             for q in range(b, tl.minimum(b + 256, end)):
-                _zero(result, q, k)
+                zero_row(result, q, k.row, k.block)
 
 
 @triton.jit
@@ -333,23 +330,15 @@ def collective_place_kernel(
 def collective_gather_kernel(recv, gather, result: Result, num_rows, k: tl.constexpr):
     """Result rows of a cached dispatch: row ``gather[i]`` of what came, or zeros; all in order if
     there is no ``gather``. ``k`` is an :class:`ArrivalConfig`; :func:`bind_gather` launches it."""
-    row: tl.constexpr = k.row
     one = tl.arange(0, 1)
     for i in range(tl.program_id(0), num_rows.to(tl.int32), tl.num_programs(0)):
         a = i.to(tl.int64)
         if k.by_expert:
             a = tl.load(words(gather) + i)
         if a >= 0:
-            x = as_words(recv, row.word_bits) + a * k.strides.payload
-            out = as_words(result.rows, row.word_bits)
-            copy_row_to(x, out, row.words, i + one, one == 0, row.words, k.block)
-            if row.scale_words:
-                S: tl.constexpr = triton.next_power_of_2(row.scale_words)
-                scales = as_words(recv + row.scales_at, 32) + a * k.strides.scales
-                out = as_words(result.scales, 32)
-                copy_row_to(scales, out, row.scale_words, i + one, one == 0, row.scale_words, S)
+            _copy_row(in_slots(recv, k.row), a, result, i + one, one == 0, k)
         else:
-            _zero(result, i, k)
+            zero_row(result, i, k.row, k.block)
 
 
 # The host's side

@@ -22,14 +22,16 @@ import triton.language as tl
 
 from tokenyard.kernels.exchange import experts_before, said_of
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, cast, copy_row_to, elements, load_groups, store_cast
+from tokenyard.kernels.payload import (
+    as_words, cast, copy_row_to, elements, load_groups, rows_at, store_cast,
+)  # fmt: skip
 from tokenyard.kernels.plan import (
     MOST_COMPARED, MOST_MERGED, Picks, PlanConfig, PlanOutputs, count_channel,
 )  # fmt: skip
 from tokenyard.kernels.region import (
     CALL_AT, COUNTS_AT, ROWS_AT, first_expert, ints, out_bound, place_of, plan_word, plan_words,
 )  # fmt: skip
-from tokenyard.kernels.structs import Cast, Grid, Payload, Routing, RowConstants
+from tokenyard.kernels.structs import Cast, Grid, Payload, Routing, RowConstants, Rows
 from tokenyard.kernels.sync import words
 from tokenyard.routing import power_of_two_at_least
 
@@ -193,20 +195,17 @@ def _pack_row(payload, t, send, to, k: tl.constexpr):
                 (place + g * 0) >= 0, row.hidden, k.cast, row.scale_words,
             )  # fmt: skip
     else:
-        x = as_words(payload.rows, row.word_bits) + t.to(tl.int64) * row.words
-        out = as_words(send, row.word_bits)
-        STRIDE: tl.constexpr = SLOT * 8 // row.word_bits
-        copy_row_to(x, out, STRIDE, to, to >= 0, row.words, k.block)
+        x = rows_at(payload.rows, row.word_bits, t, row.words)
+        slots = rows_at(send, row.word_bits, to, SLOT * 8 // row.word_bits)
+        copy_row_to(x, slots, to >= 0, row.words, k.block)
         if row.scale_words:
-            scales = as_words(payload.scales, 32) + t.to(tl.int64) * row.scale_words
-            S: tl.constexpr = triton.next_power_of_2(row.scale_words)
-            out = as_words(send + row.scales_at, 32)
-            copy_row_to(scales, out, SLOT // 4, to, to >= 0, row.scale_words, S)
+            scales = rows_at(payload.scales, 32, t, row.scale_words)
+            slots = rows_at(send + row.scales_at, 32, to, SLOT // 4)
+            copy_row_to(scales, slots, to >= 0, row.scale_words)
     if row.metadata_words:
-        m = ints(payload.metadata) + t.to(tl.int64) * row.metadata_words
-        M: tl.constexpr = triton.next_power_of_2(row.metadata_words)
-        out = as_words(send + row.metadata_at, 32)
-        copy_row_to(m, out, SLOT // 4, to, to >= 0, row.metadata_words, M)
+        metadata = Rows(words=ints(payload.metadata), index=t, stride=row.metadata_words)
+        slots = rows_at(send + row.metadata_at, 32, to, SLOT // 4)
+        copy_row_to(metadata, slots, to >= 0, row.metadata_words)
 
 
 @triton.jit

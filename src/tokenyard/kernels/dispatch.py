@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.payload import (
-    as_words, cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row,
+    cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row,
 )  # fmt: skip
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import block_of, order_of, plan_word
@@ -85,13 +85,11 @@ def pack_metadata(payload, token, ring, slot, here, k: tl.constexpr):
     if row.scale_words and not k.cast.mode:
         source = rows_at(payload.scales, 32, token, row.scale_words)
         target = rows_at(ring + row.scales_at, 32, slot, k.in_slot.scales)
-        copy_rows(source, target, here, row.scale_words, triton.next_power_of_2(row.scale_words))
+        copy_rows(source, target, here, row.scale_words)
     if row.metadata_words:
         source = rows_at(payload.metadata, 32, token, row.metadata_words)
         target = rows_at(ring + row.metadata_at, 32, slot, k.in_slot.metadata)
-        copy_rows(
-            source, target, here, row.metadata_words, triton.next_power_of_2(row.metadata_words)
-        )
+        copy_rows(source, target, here, row.metadata_words)
 
 
 @triton.jit
@@ -100,17 +98,12 @@ def zero_padding(routing, local, result, part, parts: tl.constexpr, k: tl.conste
 
     This ``part`` has experts ``part``, ``part + parts``, ... of this rank's ``local`` ones.
     """
-    row: tl.constexpr = k.row
     for expert in range(part, local, parts):
         block = block_of(routing.plan, expert + 0, local, routing.num_tokens, k)
         begin = tl.load(block)
         end = tl.minimum(tl.load(block + 1), routing.num_rows)
         for place in range(begin, end):
-            r = (place + 0).to(tl.int64)
-            zero_row(as_words(result.rows, row.word_bits) + r * row.words, row.words, k.block)
-            if row.scale_words:
-                to = as_words(result.scales, 32) + r * row.scale_words
-                zero_row(to, row.scale_words, triton.next_power_of_2(row.scale_words))
+            zero_row(result, place + 0, k.row, k.block)
 
 
 @triton.jit

@@ -187,17 +187,12 @@ def _empty_rows(result, begin, end, weighted: tl.constexpr):
 @triton.jit
 def _finish_block(result, e, num_rows, state, k: tl.constexpr):
     """The rows behind those of expert ``e``."""
-    row: tl.constexpr = k.row
-    S: tl.constexpr = row.scale_words
     block = ints(state) + k.sizes.state.blocks + e * 3
     end, zeros_to, to = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     _empty_rows(result, tl.minimum(end, num_rows), tl.minimum(to, num_rows), k.weighted)
     if k.padding:
         for i in range(end, tl.minimum(zeros_to, num_rows)):
-            at = (i + 0).to(tl.int64)
-            zero_row(as_words(result.rows, row.word_bits) + at * row.words, row.words, k.block)
-            if S:
-                zero_row(as_words(result.scales, 32) + at * S, S, triton.next_power_of_2(S))
+            zero_row(result, i + 0, k.row, k.block)
 
 
 @triton.jit

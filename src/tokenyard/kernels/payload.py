@@ -43,14 +43,19 @@ def rows_at(address, BITS: tl.constexpr, index, stride: tl.constexpr):
     return Rows(words=as_words(address, BITS), index=index, stride=stride)
 
 
-@triton.jit
-def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr):
-    """Copy each row of ``source`` (``Rows``) to its row of ``target`` where ``here``.
+@triton.constexpr_function
+def at_once(num_words: int, block: int | None) -> int:
+    """Words of a row in flight: a ``block``, or all."""
+    return triton.next_power_of_2(num_words) if block is None else block
 
-    All rows are in flight at once.
-    """
-    for at in range(0, num_words, block):
-        w = at + tl.arange(0, block)
+
+@triton.jit
+def copy_rows(source, target, here, num_words: tl.constexpr, block: tl.constexpr = None):
+    """Copy each row of ``source`` (``Rows``) to its row of ``target`` where ``here``, ``block``
+    words (None: all) of all rows at once."""
+    BLOCK: tl.constexpr = at_once(num_words, block)
+    for at in range(0, num_words, BLOCK):
+        w = at + tl.arange(0, BLOCK)
         mask = here[:, None] & (w < num_words)[None, :]
         start = source.index.to(tl.int64)[:, None] * source.stride
         v = tl.load(source.words + start + w[None, :], mask=mask, cache_modifier=".cg")
@@ -78,11 +83,12 @@ def most_copies(index, here, most: tl.constexpr):
 
 
 @triton.jit
-def copy_rows_to(source, target, here, copies, num_words: tl.constexpr, block: tl.constexpr):
+def copy_rows_to(source, target, here, copies, num_words: tl.constexpr, block: tl.constexpr = None):
     """The same, each row to up to ``copies`` rows of ``target``, whose ``index [B]`` points to
     their numbers (:func:`most_copies`): one read, several writes."""
-    for at in range(0, num_words, block):
-        w = at + tl.arange(0, block)
+    BLOCK: tl.constexpr = at_once(num_words, block)
+    for at in range(0, num_words, BLOCK):
+        w = at + tl.arange(0, BLOCK)
         mask = here[:, None] & (w < num_words)[None, :]
         start = source.index.to(tl.int64)[:, None] * source.stride
         v = tl.load(source.words + start + w[None, :], mask=mask, cache_modifier=".cg")
@@ -113,25 +119,35 @@ def add_term(total, terms, dtype: tl.constexpr, at, mask):
 
 
 @triton.jit
-def copy_row_to(
-    src, dst, stride: tl.constexpr, dst_rows, here, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``dst[dst_rows[j]] = src`` for the rows ``here``: one read, several writes; N words each.
-    ``stride``: words from one row of ``dst`` to the next."""
-    for at in range(0, N, BLOCK):
+def copy_row_to(source, target, here, num_words: tl.constexpr, block: tl.constexpr = None):
+    """Copy the one row of ``source`` to those rows of ``target`` that are ``here``: one read,
+    several writes."""
+    BLOCK: tl.constexpr = at_once(num_words, block)
+    start = source.words + source.index.to(tl.int64) * source.stride
+    for at in range(0, num_words, BLOCK):
         w = at + tl.arange(0, BLOCK)
-        v = tl.load(src + w, mask=w < N, cache_modifier=".cg")
-        to = dst + dst_rows.to(tl.int64)[:, None] * stride + w[None, :]
+        v = tl.load(start + w, mask=w < num_words, cache_modifier=".cg")
+        to = target.words + target.index.to(tl.int64)[:, None] * target.stride + w[None, :]
         v = tl.broadcast_to(v[None, :], to.shape)
-        tl.store(to, v, mask=here[:, None] & (w < N)[None, :], cache_modifier=".cs")
+        tl.store(to, v, mask=here[:, None] & (w < num_words)[None, :], cache_modifier=".cs")
 
 
 @triton.jit
-def zero_row(dst, N: tl.constexpr, BLOCK: tl.constexpr):
-    """``dst[:N] = 0``."""
-    for at in range(0, N, BLOCK):
+def _zero_words(to, num_words: tl.constexpr, block: tl.constexpr = None):
+    """``to[:num_words] = 0``."""
+    BLOCK: tl.constexpr = at_once(num_words, block)
+    for at in range(0, num_words, BLOCK):
         w = at + tl.arange(0, BLOCK)
-        tl.store(dst + w, tl.zeros((BLOCK,), dst.dtype.element_ty), mask=w < N)
+        tl.store(to + w, tl.zeros((BLOCK,), to.dtype.element_ty), mask=w < num_words)
+
+
+@triton.jit
+def zero_row(result, number, row: tl.constexpr, block: tl.constexpr):
+    """Zero a row of the ``result``, and its scales. ``row``: a ``RowConstants``."""
+    at = number.to(tl.int64)
+    _zero_words(as_words(result.rows, row.word_bits) + at * row.words, row.words, block)
+    if row.scale_words:
+        _zero_words(as_words(result.scales, 32) + at * row.scale_words, row.scale_words)
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def place_metadata(
         copy_rows(
             rows_at(payload.scales, 32, batch.index, strides.scales),
             rows_at(result.scales, 32, batch.arrival, scale_words),
-            batch.here, scale_words, triton.next_power_of_2(scale_words),
+            batch.here, scale_words,
         )  # fmt: skip
     if how.fresh:
         unpack_flat(payload.metadata, batch, source, experts, result, strides.metadata, how)
@@ -172,7 +172,7 @@ def place_by_expert(
         copy_rows_to(
             rows_at(payload.scales, 32, batch.index, strides.scales),
             rows_at(result.scales, 32, slots, row.scale_words),
-            batch.here, copies, row.scale_words, triton.next_power_of_2(row.scale_words),
+            batch.here, copies, row.scale_words,
         )  # fmt: skip
 
 
