@@ -62,9 +62,7 @@ class PackConfig(NamedTuple):
 @triton.jit
 def is_last(state, counter: tl.constexpr, programs: tl.constexpr):
     """Whether all other programs of this launch have come here: then it may read what they stored.
-
-    Counters are never reset: each launch adds as many as it has programs.
-    """
+    Counters are never reset: each launch adds as many as it has programs."""
     tl.debug_barrier()
     ticket = tl.atomic_add(words(state) + counter, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -126,12 +124,10 @@ def collective_plan_kernel(
     picks: Picks, said_at, state, scratch, plan, outputs: PlanOutputs, headers, told, call,
     num_tokens, num_experts, stride, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` launches it.
-
-    ``scratch``: int32 ``hist [channels + 1, columns]``, then int64 ``marks [channels, 2]``.
-    ``said_at``: words of a header of any call, up to its rows. ``headers``: 0 if there are none;
-    then ``said_at`` and ``told`` are 0 too.
-    """
+    """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` launches it. ``scratch``:
+    int32 ``hist [channels + 1, columns]``, then int64 ``marks [channels, 2]``. ``said_at``: words
+    of a header of any call, up to its rows. ``headers``: 0 if there are none; then ``said_at`` and
+    ``told`` are 0 too."""
     C: tl.constexpr = k.channels
     c = tl.program_id(0)
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)

@@ -182,10 +182,8 @@ def types_of(bias: tuple[Any, ...]) -> tuple[Any, Any]:
 
 def tiles_of(hidden: int, send: Any, reduce: Any, chunk: int, most: int, *, placed: bool) -> Tiles:
     """Of senders and reducers (at most ``most`` rows) as the configs ``send`` and ``reduce`` say.
-
     With ``placed`` a row is the sum of several, all of which are loaded at once: one row, 16 bytes
-    of it per lane.
-    """
+    of it per lane."""
     whole = power_of_two_at_least(hidden)
     if placed:
         block = min(whole, 256 * reduce.num_warps)

@@ -61,11 +61,8 @@ def _store_words(
     v, rows, w, parts, first, num_words: tl.constexpr, bits: tl.constexpr, count: tl.constexpr
 ):
     """Store words ``w [block]`` of each token to its ``rows [B, bins]`` (-1: none) behind the
-    addresses ``parts [bins]``.
-
-    ``count`` of the bins are ranks. Rank ``first`` comes first: if all began with the same, all
-    would store to it at once, and its links be too narrow.
-    """
+    addresses ``parts [bins]``. ``count`` of the bins are ranks. Rank ``first`` comes first: if all
+    began with the same, all would store to it at once, and its links be too narrow."""
     r = tl.arange(0, rows.shape[1])
     for i in tl.static_range(count):
         d = (first + i) % count

@@ -94,10 +94,8 @@ def pack_metadata(payload, token, ring, slot, here, k: tl.constexpr):
 
 @triton.jit
 def zero_padding(routing, local, result, part, parts: tl.constexpr, k: tl.constexpr):
-    """Zero the rows between the last row of an expert and the end of its block.
-
-    This ``part`` has experts ``part``, ``part + parts``, ... of this rank's ``local`` ones.
-    """
+    """Zero the rows between the last row of an expert and the end of its block. This ``part`` has
+    experts ``part``, ``part + parts``, ... of this rank's ``local`` ones."""
     for expert in range(part, local, parts):
         block = block_of(routing.plan, expert + 0, local, routing.num_tokens, k)
         begin = tl.load(block)
@@ -159,10 +157,7 @@ def put_own_rows(payload, routing, result, ring, begin, end, k: tl.constexpr):
 @triton.jit
 def send_chunk(payload, order, ring, begin, count, first, k: tl.constexpr):
     """Pack rows ``begin`` .. ``begin + count - 1`` of ``order`` into a ring. The caller publishes
-    them.
-
-    Row ``first`` is the one in slot 0.
-    """
+    them. Row ``first`` is the one in slot 0."""
     b, several = tl.arange(0, k.rows_sent), tl.arange(0, TOGETHER)
     for j in range(0, count, k.rows_sent):
         i, here = begin + j + b, j + b < count
@@ -177,10 +172,8 @@ def send_chunk(payload, order, ring, begin, count, first, k: tl.constexpr):
 
 @triton.jit
 def receive_chunk(routing, result, source, ring, begin, count, first, k: tl.constexpr):
-    """Place rows ``begin`` .. ``begin + count - 1`` of a ring. The caller returns credits.
-
-    Row 0 becomes arrival row ``first``.
-    """
+    """Place rows ``begin`` .. ``begin + count - 1`` of a ring. The caller returns credits. Row 0
+    becomes arrival row ``first``."""
     row: tl.constexpr = k.row
     experts = experts_of(routing, k)
     b, several = tl.arange(0, k.rows_received), tl.arange(0, TOGETHER)

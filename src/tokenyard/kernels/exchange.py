@@ -69,10 +69,8 @@ def said_of(picks, marks, said, status, num_tokens, k: tl.constexpr):
 @triton.jit
 def _send_headers(regions, me, totals, said, parity, num_experts, room, tag, k: tl.constexpr):
     """The last program: one header to each rank, and this rank's row of the matrix to all; other
-    nodes' into the outbox.
-
-    ``totals``: the last row of ``before``. AT_ONCE headers are on their way at a time.
-    """
+    nodes' into the outbox. ``totals``: the last row of ``before``. AT_ONCE headers are on their way
+    at a time."""
     R: tl.constexpr = k.ranks
     P: tl.constexpr = k.grid.ranks_per_node
     W: tl.constexpr = k.header_words
@@ -129,10 +127,8 @@ def complete_experts(
 
 @triton.jit
 def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constexpr):
-    """Program 0: what comes from the others, and where it goes.
-
-    ``most_rows``: that a rank may announce.
-    """
+    """Program 0: what comes from the others, and where it goes. ``most_rows``: that a rank may
+    announce."""
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     plan, me, num_experts = routing.plan, routing.rank, routing.num_experts

@@ -27,11 +27,8 @@ _MAGIC, MOST = tl.constexpr(head.MAGIC), tl.constexpr(head.MOST_ROWS)
 
 @triton.jit
 def _tell_host(mine, me, parity, header_out, most_rows, k: tl.constexpr):
-    """Headers ``[R, W]`` and matrix ``[R, R]`` to host memory, AT_ONCE rows at a time.
-
-    Returns the mismatches: 0 if all headers carry the same call as mine, no refusal, and counts
-    that can be.
-    """
+    """Headers ``[R, W]`` and matrix ``[R, R]`` to host memory, AT_ONCE rows at a time. Returns the
+    mismatches: 0 if all headers carry the same call as mine, no refusal, and counts that can be."""
     R: tl.constexpr = k.ranks
     W: tl.constexpr = k.header_words
     AT_ONCE: tl.constexpr = k.rank_bins if k.rank_bins < 4 else 4

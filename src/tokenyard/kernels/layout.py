@@ -43,11 +43,8 @@ def layout_kernel(
     k: tl.constexpr,
 ):  # fmt: skip
     """``topk_idx [T, K]`` of any strides (in elements; -1 and ids out of range are nobody's).
-    ``k``: a :class:`LayoutConfig`.
-
-    Fills ``in_ranks`` (bool ``[T, R]``) and adds to int32 ``per_expert [E]``, ``per_rank [R]`` and,
-    if there are several nodes, ``per_node``.
-    """
+    ``k``: a :class:`LayoutConfig`. Fills ``in_ranks`` (bool ``[T, R]``) and adds to int32
+    ``per_expert [E]``, ``per_rank [R]`` and, if there are several nodes, ``per_node``."""
     E: tl.constexpr = k.num_experts
     R: tl.constexpr = k.ranks
     P: tl.constexpr = k.ranks_per_node

@@ -78,10 +78,8 @@ def is_far(state, rank, sizes: tl.constexpr):
 @triton.jit
 def next_of(places, chosen, last, none: tl.constexpr):
     """The least of ``places [n]`` above ``last``, of those ``chosen``; ``none`` if there is none.
-
     Of many ranks a token goes to few: who goes from one to the next takes as many steps as it has
-    picks.
-    """
+    picks."""
     return tl.min(tl.where(chosen & (places > last), places, none))
 
 

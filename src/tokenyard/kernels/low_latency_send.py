@@ -71,10 +71,8 @@ def _columns_of(tokens, start, end, k: tl.constexpr):
 @triton.jit
 def _tokens_with(columns, wanted, me, BY_RANK: tl.constexpr, k: tl.constexpr):
     """Which of those tokens picked each of ``wanted [topk_bins]``, experts or (BY_RANK) ranks to
-    which rows go: int32 ``[k.counted, topk_bins]``.
-
-    Nothing is reduced: that would cost as much as many comparisons.
-    """
+    which rows go: int32 ``[k.counted, topk_bins]``. Nothing is reduced: that would cost as much as
+    many comparisons."""
     sizes: tl.constexpr = k.sizes
     same = tl.zeros((k.counted, sizes.topk_bins), tl.int1)
     for j in tl.static_range(sizes.topk):

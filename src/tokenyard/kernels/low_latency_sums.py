@@ -234,10 +234,8 @@ def put_sums(sent, to, chunk, call, k: tl.constexpr):
 def wait_chunks(sent, seen, t, owner, here, ranks, call, k: tl.constexpr):
     """Wait for the chunks that bring the sums of token ``t``, whose picks went to ``owner
     [topk_bins]``: those of the ``ranks`` that are ``here``, whose first chunk was ``seen``, and
-    says that there are sums.
-
-    Returns the flags of all ranks' sums, and both as :func:`wait_flags` tells it.
-    """
+    says that there are sums. Returns the flags of all ranks' sums, and both as :func:`wait_flags`
+    tells it."""
     sizes: tl.constexpr = k.sizes
     mine, want = peer_base(call.regions, call.rank), 2 * call.number
     far = is_far(call.state, ranks, sizes)

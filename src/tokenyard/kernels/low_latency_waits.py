@@ -62,11 +62,9 @@ def next_call(regions, state, active, rank, timeout, sizes: tl.constexpr):
 
 @triton.jit
 def tell(word, value, mask):
-    """Raise words that are valid in one call only, so that nothing else needs to be seen first.
-
-    It is an atomic, because that reaches peers soon and whole. Words only grow, so a rank that was
-    left out long ago cannot turn them back.
-    """
+    """Raise words that are valid in one call only, so that nothing else needs to be seen first. It
+    is an atomic, because that reaches peers soon and whole. Words only grow, so a rank that was
+    left out long ago cannot turn them back."""
     tl.atomic_max(word, value, mask=mask, sem="relaxed", scope="sys")
 
 
@@ -160,10 +158,8 @@ def wait_ready(state, number):
 
 @triton.jit
 def wait_flag(flag, want, rank, call, pieces: tl.constexpr, sizes: tl.constexpr):
-    """Wait until ``rank`` has set all flags of a row to at least ``want`` (acquire).
-
-    Returns the least; it is less than ``want`` if ``rank`` is left out.
-    """
+    """Wait until ``rank`` has set all flags of a row to at least ``want`` (acquire). Returns the
+    least; it is less than ``want`` if ``rank`` is left out."""
     flags = flag + tl.arange(0, pieces)
     seen = tl.min(tl.atomic_add(flags, 0, sem="acquire", scope="sys"))
     if seen < want:
@@ -200,10 +196,8 @@ def wait_row(s, t, call, chunk_rows: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def wait_flags(flags, want, mask, ranks, call, sizes: tl.constexpr):
-    """The same for one flag of each of ``ranks``, a small tensor.
-
-    Returns the flags as they were seen; ``want + 1`` if all are beyond ``want``.
-    """
+    """The same for one flag of each of ``ranks``, a small tensor. Returns the flags as they were
+    seen; ``want + 1`` if all are beyond ``want``."""
     seen = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
     least = tl.min(tl.where(mask, seen, want + 1))
     if least < want:

@@ -158,10 +158,8 @@ def of_each(v, B: tl.constexpr, GP: tl.constexpr):
 
 @triton.jit
 def load_groups(src, row, g, here, H: tl.constexpr, how: tl.constexpr):
-    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, how.block]``.
-
-    Zeros past a row's end, and where not ``here``.
-    """
+    """Groups ``g [n]`` of rows ``row [n]`` of H floats each, ``[n, how.block]``. Zeros past a row's
+    end, and where not ``here``."""
     at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
     mask = here[:, None] & (at < H)
     return tl.load(src + row.to(tl.int64)[:, None] * H + at, mask=mask, other=0.0)
@@ -222,10 +220,8 @@ def store_cast(
     values, scale, dst, TO: tl.constexpr, scales, SCALES: tl.constexpr, row, g, here,
     H: tl.constexpr, how: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst`` and ``scales``.
-
-    TO, SCALES: bytes from one row to the next. S: words of scales.
-    """
+    """Store what :func:`cast` made to rows ``row [n]`` at the addresses ``dst`` and ``scales``. TO,
+    SCALES: bytes from one row to the next. S: words of scales."""
     at = g[:, None] * how.block + tl.arange(0, how.block)[None, :]
     to = elements(dst, how.to) + row.to(tl.int64)[:, None] * TO
     mask = here & (g < S * _WORD // how.scale_bytes)
@@ -237,11 +233,9 @@ def store_cast(
 
 @triton.jit
 def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constexpr):
-    """Cast rows ``token`` of ``x`` on their way to ``target``; their scales go to ``scales``.
-
-    Both are ``Rows``, in bytes. All rows are in flight. ``row``: a ``RowConstants``. ``how``: a
-    ``Cast``.
-    """
+    """Cast rows ``token`` of ``x`` on their way to ``target``; their scales go to ``scales``. Both
+    are ``Rows``, in bytes. All rows are in flight. ``row``: a ``RowConstants``. ``how``: a
+    ``Cast``."""
     num_rows: tl.constexpr = here.shape[0]
     g, there = tl.arange(0, num_rows * how.groups) % how.groups, of_each(here, num_rows, how.groups)
     source, token = elements(x, how.dtype), of_each(token, num_rows, how.groups)
@@ -258,10 +252,8 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
 
 
 def cast_of(row_layout: Any, mode: Any, dtype: Any) -> Cast:
-    """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None.
-
-    Groups are a power of two, with all bytes of the last word of scales.
-    """
+    """How rows of torch ``dtype`` are cast, with ``mode``, a ``Quantize`` or None. Groups are a
+    power of two, with all bytes of the last word of scales."""
     if mode is None:
         return Cast(0, 0, 0, 0, 0.0, 0.0, kernel_type(dtype), None)
     to = FORMATS[mode]

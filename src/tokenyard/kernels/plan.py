@@ -251,10 +251,8 @@ def plan_kernel(
     tag, num_tokens, num_experts, most_rows, num_rows, alignment, k: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``k`` is a :class:`PlanConfig`; :func:`bind_plan` makes the launch.
-
     ``scratch``: int32 ``hist [channels, columns]`` and ``before [channels + 1, columns]``, then
-    int64 ``marks [channels, 2]``.
-    """
+    int64 ``marks [channels, 2]``."""
     C: tl.constexpr = k.channels
     # node headers are opened by one program
     VALIDATOR: tl.constexpr = 1 if k.grid.ranks_per_node == k.ranks and C > 1 else 0

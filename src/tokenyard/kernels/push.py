@@ -258,10 +258,8 @@ def _add_rows(parts, sums, t, here, places, starts, first, me, begin, k: tl.cons
 @triton.jit
 def _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k: tl.constexpr):
     """Every ``reducers``-th piece of tokens x ``span`` channels, as rows land in the order of
-    tokens; of ``block`` channels in each of ``stages`` rounds.
-
-    Places are loaded one piece ahead, so that neither flags nor rows need to wait for them.
-    """
+    tokens; of ``block`` channels in each of ``stages`` rounds. Places are loaded one piece ahead,
+    so that neither flags nor rows need to wait for them."""
     C: tl.constexpr = k.channels
     H: tl.constexpr = k.row.hidden
     ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
@@ -307,9 +305,7 @@ def push_kernel(
     k: tl.constexpr,
 ):  # fmt: skip
     """See the module. ``k`` is a :class:`PushConfig`; :func:`bind_push` makes the launch.
-
-    ``receive_buffers``: the table of receive buffers.
-    """
+    ``receive_buffers``: the table of receive buffers."""
     pid = tl.program_id(0)
     num_tokens = num_tokens.to(tl.int32)
     if not given_up(state):

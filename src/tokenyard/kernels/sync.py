@@ -75,11 +75,8 @@ def load_acquire(counter):
 @triton.jit
 def add_release(counter, count, mask):
     """Publish every store of this program so far, then add. ``counter`` may be a small tensor of
-    pointers with a mask.
-
-    The barrier is not optional: the add is made by one thread, and Triton 3.6 puts no barrier in
-    front of it.
-    """
+    pointers with a mask. The barrier is not optional: the add is made by one thread, and Triton 3.6
+    puts no barrier in front of it."""
     tl.debug_barrier()
     tl.atomic_add(counter, count, mask=mask, sem="release", scope="sys")
 
@@ -145,11 +142,9 @@ def note_call(state, tag, earlier):
 @triton.jit
 def still_time(state, deadline):
     """Whether waits of this rank may go on: none has passed its deadline, and nobody has given up.
-
     Every thread reads a clock of its own, so one thread's word counts, and all learn of it through
     memory: threads of a program that left a loop at different times would meet at the wrong
-    barriers.
-    """
+    barriers."""
     late = now_ns() >= deadline
     at = words(state) + EXPIRED
     tl.atomic_max(at, tl.program_id(0) + 1, mask=late, sem="relaxed", scope="gpu")
@@ -183,11 +178,8 @@ def until_came(waited, came, begin):
 def note_look(matrix, phase, source, since, lacks, mask):
     """The same for a wait of many looks with other work between them, at each look: which of a
     small tensor of sources this program ``lacks``. Words ``since`` hold from when on it waits for
-    each; 0: it does not.
-
-    A look that finds what the last one found stores nothing: it costs a load, and the simulator
-    takes no program to wait that stores.
-    """
+    each; 0: it does not. A look that finds what the last one found stores nothing: it costs a load,
+    and the simulator takes no program to wait that stores."""
     begin = tl.load(since, mask=mask, other=0)
     changed = mask & (lacks == (begin == 0))
     if tl.max(changed.to(tl.int32)) > 0:
@@ -200,10 +192,8 @@ def note_look(matrix, phase, source, since, lacks, mask):
 @triton.jit
 def wait_at_least(counter, want, state, phase, peer, number):
     """Wait until the counter is at least ``want`` and return it. Less than ``want`` comes back if
-    that did not happen: give up then, touching nothing more.
-
-    ``phase``, ``peer`` and ``number`` (of the counter) are for the status.
-    """
+    that did not happen: give up then, touching nothing more. ``phase``, ``peer`` and ``number`` (of
+    the counter) are for the status."""
     seen = load_acquire(counter)
     if seen < want:
         begin, matrix = now_ns(), tl.load(words(state) + WAITED)
@@ -264,11 +254,8 @@ def wait_for_all(
     EACH: tl.constexpr = 1, noted=True,
 ):  # fmt: skip
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see
-    :func:`lacking`.
-
-    MORE: tells how far they are beyond ``wants``, for one look more. ``noted``: this program is the
-    one whose wait counts, where several wait for the same.
-    """
+    :func:`lacking`. MORE: tells how far they are beyond ``wants``, for one look more. ``noted``:
+    this program is the one whose wait counts, where several wait for the same."""
     seen = look_at_all(counters, mask)
     if lacking(seen, wants, mask) > 0:
         begin, matrix = now_ns(), tl.load(words(state) + WAITED)
@@ -298,10 +285,8 @@ def wait_for_all(
 @triton.jit
 def wait_beside(counters, wants, mask, state):
     """Wait for what another program of this rank waits for in :func:`wait_for_all`, without a
-    deadline of its own: whether all is there.
-
-    If the other is in time, so is this one; else it ends when the other has given up.
-    """
+    deadline of its own: whether all is there. If the other is in time, so is this one; else it ends
+    when the other has given up."""
     short, live = lacking(look_at_all(counters, mask), wants, mask), True
     while (short > 0) & live:
         short = lacking(look_at_all(counters, mask), wants, mask)

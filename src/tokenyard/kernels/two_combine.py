@@ -191,9 +191,7 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
 @triton.jit
 def _combine_turn(peers, routing, parts, node, turn, k: tl.constexpr):
     """Sums of my node for owner (``node``, my local index) in this channel, into its network ring.
-
-    Returns the rows that are left, as all turns do.
-    """
+    Returns the rows that are left, as all turns do."""
     c = turn.channel
     lo, hi, i0 = rows_of_turn(in_bound, routing.plan, k.ranks + node, turn, k)
     base = tl.load(net_sent_to(peers.state, node, c, k))
@@ -268,8 +266,7 @@ def _turn(peers, home, local, routing, parts, sums, tag, turn, k: tl.constexpr):
 def two_combine_kernel(
     regions, state, plan, parts: Partials, sums: Sums, tag, num_tokens, num_experts, k: tl.constexpr
 ):
-    """See the module. ``k`` is a ``CombineConfig``; :func:`bind_two_combine` makes the
-    launch."""
+    """See the module. ``k`` is a ``CombineConfig``; :func:`bind_two_combine` makes the launch."""
     pid = tl.where(given_up(state), -1, tl.program_id(0))
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     me = tl.load(words(state) + RANK).to(tl.int32)

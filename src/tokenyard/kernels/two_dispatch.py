@@ -137,10 +137,8 @@ def _send_turn(peers, routing, payload, to, turn, k: tl.constexpr):
 
 @triton.jit
 def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
-    """A chunk of rows of ``source`` out of ring (source, channel), to their places.
-
-    Credits go to the local rank that put them there.
-    """
+    """A chunk of rows of ``source`` out of ring (source, channel), to their places. Credits go to
+    the local rank that put them there."""
     P: tl.constexpr = k.grid.ranks_per_node
     lo, hi, i = rows_of_turn(in_bound, routing.plan, source, turn, k)
     base = tl.load(taken_from(peers.state, source, turn.channel, k))
@@ -173,10 +171,8 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
 
 @triton.jit
 def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constexpr):
-    """A turn of any task: rows left to do, and whether it waits for relayed rows.
-
-    ``home``, ``local``: this rank's node, and its index there.
-    """
+    """A turn of any task: rows left to do, and whether it waits for relayed rows. ``home``,
+    ``local``: this rank's node, and its index there."""
     grid: tl.constexpr = k.grid
     NODES: tl.constexpr = grid.nodes
     NEAR: tl.constexpr = grid.ranks_per_node
@@ -211,8 +207,7 @@ def two_dispatch_kernel(
     regions, state, plan, payload: Payload, result: Result, tag, num_tokens, num_experts, num_rows,
     forced, k: tl.constexpr,
 ):  # fmt: skip
-    """See the module. ``k`` is a ``DispatchConfig``; :func:`bind_two_dispatch` makes the
-    launch."""
+    """See the module. ``k`` is a ``DispatchConfig``; :func:`bind_two_dispatch` makes the launch."""
     grid: tl.constexpr = k.grid
     BUNDLES: tl.constexpr = k.channels // grid.bundle
     pid = tl.program_id(0)

@@ -50,11 +50,8 @@ def hits_of(ring, slot, here, home, num_experts, k: tl.constexpr):
 @triton.jit
 def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.constexpr):
     """Return credits for rows ``i0`` .. ``i1 - 1`` to the network sender ``source``, of ``node``,
-    as far as they are due.
-
-    They are due ``credit`` at a time, and all of them behind the ``last`` row. ``mine``: this
-    rank's region.
-    """
+    as far as they are due. They are due ``credit`` at a time, and all of them behind the ``last``
+    row. ``mine``: this rank's region."""
     grid: tl.constexpr = k.grid
     CREDIT: tl.constexpr = k.network_ring.credit
     deferred = tl.where(last, i1, i1 // CREDIT * CREDIT) - i0 // CREDIT * CREDIT
@@ -71,11 +68,9 @@ def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.co
 @triton.jit
 def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, k: tl.constexpr):
     """Copy whole slots ``batch`` of the network ring into the rings, at byte ``rings``, of the
-    local ranks that need them.
-
-    ``hit``, ``at [B, local_bins]``: which ranks these are, and the row's number in each one's ring.
-    Rows of ``batch`` that stay are stored to the result too, if ``at_once``.
-    """
+    local ranks that need them. ``hit``, ``at [B, local_bins]``: which ranks these are, and the
+    row's number in each one's ring. Rows of ``batch`` that stay are stored to the result too, if
+    ``at_once``."""
     SLOT: tl.constexpr = k.row.slot_bytes // 4
     q = tl.arange(0, k.grid.local_bins)
     for k0 in range(0, SLOT if k.grid.ranks_per_node > 1 else 0, k.forward_block):
@@ -100,10 +95,8 @@ def _copy_slots(peers, result, ring, batch, here, hit, at, home, rings, beside, 
 @triton.jit
 def destinations(ring, rows, i, here, inside, counts, home, num_experts, k: tl.constexpr):
     """Which local ranks rows ``i [B]`` of a network ring go to, and their number in each one's
-    ring: ``[B, local_bins]`` each.
-
-    In a cached dispatch ``rows`` of the forwarders' table say so.
-    """
+    ring: ``[B, local_bins]`` each. In a cached dispatch ``rows`` of the forwarders' table say
+    so."""
     if k.placing.fresh:
         b = tl.arange(0, k.rows_forwarded)
         hit = hits_of(ring, i % k.network_ring.slots, here, home, num_experts, k)
@@ -132,11 +125,8 @@ def _place_batch(routing, result, ring, hop, batch, experts, k: tl.constexpr):
 @triton.jit
 def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside, k: tl.constexpr):
     """Defer tails and credits for the rows that a turn has ``moved``, and note its progress.
-    Returns the rows that are left.
-
-    ``counts``, ``before``: rows put into each local rank's ring in this call so far, and before
-    this turn.
-    """
+    Returns the rows that are left. ``counts``, ``before``: rows put into each local rank's ring in
+    this call so far, and before this turn."""
     grid: tl.constexpr = k.grid
     state, c, q = peers.state, turn.channel, tl.arange(0, grid.local_bins)
     put_at = moved_of(state, 0, hop.node * grid.ranks_per_node + q, c, k)

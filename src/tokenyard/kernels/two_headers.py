@@ -193,10 +193,8 @@ def announce_call_to_all(regions, state, tag, k: tl.constexpr):
 @triton.jit
 def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
     """``call_barrier`` as a task (``two_scheduler.py``): the first turn announces the call; a later
-    one, when all have said so, compares tags and counts the call.
-
-    Returns what is left of the two, as other turns return rows.
-    """
+    one, when all have said so, compares tags and counts the call. Returns what is left of the two,
+    as other turns return rows."""
     i = tl.load(turn.done).to(tl.int32)
     left = 2 - i
     if i == 0:
@@ -214,11 +212,9 @@ def call_barrier_turn(regions, state, tag, turn, k: tl.constexpr):
 @triton.jit
 def all_are_here(regions, state, tag, call, step, noted, k: tl.constexpr):
     """One look: whether all ranks have come to this ``call``. ``noted``: this program is the one
-    whose wait counts; it has words before the matrix, -1 for rank 0, for ``note_look``.
-
-    Gives up on one that is late, or in another: not before this rank has announced the call itself,
-    as the worker that does so may begin after one that gave up, and the others would wait for it.
-    """
+    whose wait counts; it has words before the matrix, -1 for rank 0, for ``note_look``. Gives up on
+    one that is late, or in another: not before this rank has announced the call itself, as the
+    worker that does so may begin after one that gave up, and the others would wait for it."""
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
     mine, others = peer_base(regions, me), (r < k.ranks) & (r != me)
     want = call + 1 + (r * 0)

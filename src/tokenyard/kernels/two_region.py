@@ -219,11 +219,8 @@ def since_in(state, task, channel, k: tl.constexpr):
 @triton.jit
 def moved_of(state, what: tl.constexpr, r, channel, k: tl.constexpr):
     """Rows of this call put into (0: or taken out of) the rings of destination r, or taken but not
-    credited (1).
-
-    A forwarder and a combiner have those of one node's ranks, a reducer those of its own node's
-    ranks and of other nodes.
-    """
+    credited (1). A forwarder and a combiner have those of one node's ranks, a reducer those of its
+    own node's ranks and of other nodes."""
     first: tl.constexpr = state_at("moved", k.ranks, k.grid.nodes, k.channels)
     part: tl.constexpr = what * (k.ranks + k.grid.nodes) * k.channels
     return words(state) + (first + part) + r * k.channels + channel

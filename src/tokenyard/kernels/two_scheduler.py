@@ -56,11 +56,9 @@ def tasks_of_worker(tasks: int, ranks: int, workers: int, senders: int, bundle: 
 @triton.jit
 def place_in_round(turn, bundle, tasks: tl.constexpr, k: tl.constexpr):
     """Which of its tasks a worker comes to in a turn. Bundle 0 begins with the last place, where
-    the call barrier is, unless there are more places than its worker has tasks.
-
-    Each bundle begins a round elsewhere: if all were at the same kind of task at once, links would
-    be idle while rows are copied inside ranks, and too narrow while they are stored to others.
-    """
+    the call barrier is, unless there are more places than its worker has tasks. Each bundle begins
+    a round elsewhere: if all were at the same kind of task at once, links would be idle while rows
+    are copied inside ranks, and too narrow while they are stored to others."""
     grid: tl.constexpr = k.grid
     ROUND: tl.constexpr = tasks_of_worker(tasks, k.ranks, grid.workers, grid.senders, grid.bundle)
     return (turn + bundle + ROUND - 1) % ROUND
@@ -104,11 +102,8 @@ def rows_of_turn(bound: tl.constexpr, plan, rank, turn, k: tl.constexpr):
 @triton.jit
 def defer_signal(state, turn, q, counter, count, mask, k: tl.constexpr):
     """Note that ``counter`` (an address), the ``q``-th of a turn's task, is to have ``count`` more:
-    a task does so once between two of :func:`flush_signals`.
-
-    What a turn stores to other GPUs is on its way for microseconds, and a release waits for it.
-    Other tasks have their turns meanwhile.
-    """
+    a task does so once between two of :func:`flush_signals`. What a turn stores to other GPUs is on
+    its way for microseconds, and a release waits for it. Other tasks have their turns meanwhile."""
     at = deferred_of(state, turn.task, turn.channel, q, k)
     tl.store(at, counter, mask=mask)
     tl.store(at + 1, count, mask=mask)
@@ -161,11 +156,8 @@ def begin_tasks(state, worker, bundle, tasks: tl.constexpr, k: tl.constexpr):
 
 @triton.jit
 def next_step(state, step, left, before, direct, idle, since):
-    """After a round: the step of the next one, rounds in vain, and since when.
-
-    ``left``: rows to do, ``before`` this round too; ``direct``: of tasks that wait for no relayed
-    rows.
-    """
+    """After a round: the step of the next one, rounds in vain, and since when. ``left``: rows to
+    do, ``before`` this round too; ``direct``: of tasks that wait for no relayed rows."""
     if step != ON_TIME:
         step += 1
     elif left < before:
