@@ -167,10 +167,10 @@ for tl.static_range(k.grid.nodes)
   if (amount >= k.network_ring.credit) | last & (amount > 0)
     credit(account)
 """,  # model_twolevel.reduce_both
-    ("two_sums", "add_nodes"): """
+    ("two_combine_reduce", "add_nodes"): """
 store_sums(sums)
 """,  # model_twolevel.reduce_both
-    ("two_sums", "add_node_weights"): """
+    ("two_combine_reduce", "add_node_weights"): """
 tl.store(to)
 """,  # model_twolevel.reduce_both
     ("two_scheduler", "flush_signals"): """

@@ -60,7 +60,7 @@ HEAP = {
     ),
     "heap: one rank's block is enough": mutation(
         "guess",
-        "header_validation",
+        "exchange",
         rewrite("tl.where(least_ > 0, 2, 0)", "tl.where(least_ > 0, 2, 2)"),
         part="heap",
     ),
@@ -163,7 +163,7 @@ PLAN = {
     ),
     "verdict: nonce before the headers": mutation(
         "flag before data",
-        "header_validation",
+        "exchange",
         move("tl.atomic_xchg(..., sem='release')", "tell_host(...)", "validate"),
     ),
 }

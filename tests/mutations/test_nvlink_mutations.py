@@ -61,7 +61,7 @@ def test_every_kind_of_bug_is_made() -> None:
     files = {
         "sync",
         "plan",
-        "header_validation",
+        "exchange",
         "call_barrier",
         "region",
         "two_dispatch",

@@ -114,7 +114,7 @@ class ResultHeap:
         return large and _fits(self._heap, signature)
 
     def place(self, block: Tensor | None, signature: Signature) -> int:
-        """What the plan tells of ``block``: see ``kernels/header_validation.py``."""
+        """What the plan tells of ``block``: see ``kernels/exchange.py``."""
         if block is None or not signature.in_heap:
             return 0 if block is None else -1
         assert self._heap is not None

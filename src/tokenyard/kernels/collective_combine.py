@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.combine import (
-    Chunk, CombineConfig, Partials, Sums, Tiles, send_sums_chunk, store_sums, types_of
+    Chunk, CombineConfig, Partials, Sums, Tiles, send_sums_chunk, store_sums, types_of,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import load_rows
+from tokenyard.kernels.payload import kernel_type, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.structs import RingLayout, RowConstants
 from tokenyard.kernels.sync import words
-from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 LANES = 8

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import add_term, elements
+from tokenyard.kernels.payload import add_term, elements, kernel_type
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.structs import Grid, NetworkRing, RingLayout, RowConstants
 from tokenyard.kernels.sync import words
-from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import (
-    cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row,
-)  # fmt: skip
+from tokenyard.kernels.payload import cast_of, cast_rows, copy_rows, rows_at, rows_sent, zero_row
 from tokenyard.kernels.place import Placing, experts_of, place_metadata, place_rows
 from tokenyard.kernels.region import block_of, order_of, plan_word
 from tokenyard.kernels.structs import (
-    Batch, Cast, Grid, NetworkRing, Payload, RingLayout, RowConstants, Rows, Strides,
-    row_constants, strides_in_slots,
+    Batch, Cast, Grid, NetworkRing, Payload, RingLayout, RowConstants, Rows, Strides, row_constants,
+    strides_in_slots,
 )  # fmt: skip
 from tokenyard.routing import power_of_two_at_least
 

@@ -35,8 +35,8 @@ from tokenyard.kernels.low_latency_far import (
     count_packed, first_put, is_far, next_of, tell_or_put, via_of,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_memory import (
-    ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, staged_of,
-    weight_of, with_call,
+    ROWS, WEIGHTS, Sizes, Stages, count_of, epoch_of, flag_of, slot_of, staged_of, weight_of,
+    with_call,
 )  # fmt: skip
 from tokenyard.kernels.low_latency_rail import hand_back, is_handed_on, source_of, sum_of_node
 from tokenyard.kernels.low_latency_sums import (
@@ -47,10 +47,9 @@ from tokenyard.kernels.low_latency_waits import (
     agree, are_active, is_active, next_call, tell, wait_flags, wait_for_ranks,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import add_term, elements
+from tokenyard.kernels.payload import add_term, elements, kernel_type
 from tokenyard.kernels.region import ints, owner_of, peer_base
 from tokenyard.kernels.sync import follow, words
-from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

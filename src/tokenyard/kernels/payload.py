@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from tokenyard.formats import FORMATS, POWER_ABOVE, POWER_BELOW, WORD
 from tokenyard.kernels.structs import Cast, Rows
-from tokenyard.kernels.triton_types import kernel_type
 
+_TYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
 _POWER_ABOVE, _POWER_BELOW = tl.constexpr(POWER_ABOVE), tl.constexpr(POWER_BELOW)
 _WORD = tl.constexpr(WORD)
 AT_ONCE = tl.constexpr(4096)
@@ -249,6 +256,11 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
 
 
 # The host's side
+
+
+def kernel_type(dtype: torch.dtype) -> Any:
+    """The element type of pointers to ``dtype``; integers, which kernels only copy, as bytes."""
+    return _TYPES.get(dtype, tl.int8)
 
 
 def cast_of(row_layout: Any, mode: Any, dtype: Any) -> Cast:

@@ -36,8 +36,9 @@ import triton
 import triton.language as tl
 
 from tokenyard import header as head
-from tokenyard.kernels.exchange import NO_PICK, complete, exchange, experts_before, sum_before
-from tokenyard.kernels.header_validation import validate
+from tokenyard.kernels.exchange import (
+    NO_PICK, complete, exchange, experts_before, sum_before, validate,
+)  # fmt: skip
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
@@ -45,7 +46,7 @@ from tokenyard.kernels.region import (
 )  # fmt: skip
 from tokenyard.kernels.structs import Grid, Routing, grid_of
 from tokenyard.kernels.sync import (
-    ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words
+    ON_COUNTS, ON_PLAN, RANK, given_up, lacking, wait_at_least, wait_beside, wait_for_all, words,
 )  # fmt: skip
 from tokenyard.kernels.two_headers import note_first_forwarded, unpack_node_headers
 from tokenyard.routing import power_of_two_at_least

@@ -44,19 +44,18 @@ import triton.language as tl
 
 from tokenyard.kernels.call_barrier import all_in_call, announce_call, count_call
 from tokenyard.kernels.combine import (
-    Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of
+    Partials, Sums, partial_rows, result_rows, rounds_of, store_sums, types_of,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
-from tokenyard.kernels.payload import as_words, copy_words, elements, load_rows
+from tokenyard.kernels.payload import as_words, copy_words, elements, kernel_type, load_rows
 from tokenyard.kernels.place import floats
 from tokenyard.kernels.region import (
     EPOCH, LEFT, in_bound, landed_of, out_bound, place_of, plan_word, receive_rows_at,
 )  # fmt: skip
 from tokenyard.kernels.structs import Peers, RowConstants, row_constants
 from tokenyard.kernels.sync import (
-    ON_RECEIVE_BUFFER, RANK, given_up, lacking, raise_release, wait_for_all, words
+    ON_RECEIVE_BUFFER, RANK, given_up, lacking, raise_release, wait_for_all, words,
 )  # fmt: skip
-from tokenyard.kernels.triton_types import kernel_type
 from tokenyard.routing import power_of_two_at_least
 
 

@@ -40,6 +40,7 @@ from tokenyard.kernels.combine import (
     Chunk, CombineConfig, Partials, Sums, send_sums_chunk, sums_in, tiles_of, types_of,
 )  # fmt: skip
 from tokenyard.kernels.names import shown_as
+from tokenyard.kernels.payload import kernel_type
 from tokenyard.kernels.place import floats, num_experts_of
 from tokenyard.kernels.region import (
     head_of, in_bound, peer_base, plan_word, ring_of, sent_to, tail_of, taken_from,
@@ -48,22 +49,20 @@ from tokenyard.kernels.structs import (
     Hop, Peers, RingLayout, Routing, Turn, grid_of, network_ring_of, row_constants,
 )  # fmt: skip
 from tokenyard.kernels.sync import (
-    ON_ROOM, RANK, TIMED_OUT, give_up, give_up_on_one, given_up, lacking, load_acquire,
-    look_at_all, now_ns, words,
+    ON_ROOM, RANK, TIMED_OUT, give_up, give_up_on_one, given_up, lacking, load_acquire, look_at_all,
+    now_ns, words,
 )  # fmt: skip
-from tokenyard.kernels.triton_types import kernel_type
-from tokenyard.kernels.two_combine_reduce import reduce, share_of
+from tokenyard.kernels.two_combine_reduce import NodeRows, node_sum, node_weights, reduce, share_of
 from tokenyard.kernels.two_headers import call_barrier_turn
 from tokenyard.kernels.two_net import put
 from tokenyard.kernels.two_region import (
-    ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail,
-    other, ring_at, staging_at, table_of, table_rows,
+    ON_NET_ROOM, ON_PARTS, done_in, moved_of, net_bytes, net_head, net_sent_to, net_tail, other,
+    ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, defer_signal, flush_signals, next_step, place_in_round,
     reports, rows_of_turn, tasks_of_worker,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import NodeRows, node_sum, node_weights
 
 LEAST_CHUNK = tl.constexpr(8)
 """Rows that a sender publishes at once, at least: small batches are not one chunk."""

@@ -38,20 +38,20 @@ from tokenyard.kernels.sync import (
     look_at_all, now_ns, words,
 )  # fmt: skip
 from tokenyard.kernels.two_combine import bind_sums, token_bytes
-from tokenyard.kernels.two_combine_reduce import return_network_credits, share_of
+from tokenyard.kernels.two_combine_reduce import (
+    Tokens, add_nodes, in_place_sum, return_network_credits, share_of,
+)  # fmt: skip
 from tokenyard.kernels.two_far import put_chunk
 from tokenyard.kernels.two_headers import all_are_here, announce_call_to_all
 from tokenyard.kernels.two_in_place import end_in_place
 from tokenyard.kernels.two_region import (
-    ON_BOTH, ON_NET_ROOM, deferred_of, deferred_words, done_in, first_forwarded, moved_of,
-    net_head, net_sent_to, net_tail, net_taken_from, other, ring_at, staging_at, table_of,
-    table_rows,
+    ON_BOTH, ON_NET_ROOM, deferred_of, deferred_words, done_in, first_forwarded, moved_of, net_head,
+    net_sent_to, net_tail, net_taken_from, other, ring_at, staging_at, table_of, table_rows,
 )  # fmt: skip
 from tokenyard.kernels.two_scheduler import (
     ON_TIME, OVER, begin_tasks, dealt, next_step, place_in_round, reports, rows_of_turn,
     tasks_of_worker,
 )  # fmt: skip
-from tokenyard.kernels.two_sums import Tokens, add_nodes, in_place_sum
 from tokenyard.routing import power_of_two_at_least
 
 
