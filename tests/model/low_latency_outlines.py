@@ -227,7 +227,7 @@ if came
 """,  # model_rail._sum_of_node
     ("low_latency_rail", "_add_neighbours"): """
 wait_flags(flags)
-for range(0, H, k.added_block)
+for range(0, k.hidden, k.added_block)
   tl.debug_barrier()
   tl.store(to + w)
 tl.debug_barrier()

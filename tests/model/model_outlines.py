@@ -91,7 +91,7 @@ if not k.placing.by_expert and (row.scale_words or k.placing.fresh)
 """,  # model_rings.receive
     ("combine", "send_sums_chunk"): """
 for range(0, chunk.count, k.tiles.rows_sent)
-  for range(0, H, BLOCK)
+  for range(0, H, k.tiles.block_sent)
     tl.store(to + w[None, :])
   if K
     tl.store(floats(at + k.row.scales_at)[:, None] + pick[None, :])

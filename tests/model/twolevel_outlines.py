@@ -42,7 +42,7 @@ if k.row.metadata_words or (k.row.scale_words and (not k.cast.mode))
     pack_metadata(payload)
 """,  # model_twolevel.send_far
     ("two_far", "put_chunk"): """
-if grid.mapped
+if k.grid.mapped
   defer_signal(tail)
 else
   put(peers.regions)
@@ -108,7 +108,7 @@ if i > i0
   _end_combine(peers)
 """,  # model_twolevel.combine_far
     ("two_combine", "_combine_rows"): """
-for tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages)
+for tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages)
   tl.store(to + w[None, :])
 if k.picks
   tl.store(to)
@@ -198,7 +198,7 @@ else
 tl.store(peer_word(bases, 'tags', me, k, parity))
 add_release(peer_word(bases, 'entered', me, k))
 tl.store(words(mine + here))
-for range(R)
+for range(k.ranks)
   if to // P != me // P
     put(regions)
 """,  # model_rings.call_barrier
@@ -296,7 +296,7 @@ else
     if FAR
       _place_turn(peers)
   else
-    if task < FAR + near_tasks(NODES, grid.workers)
+    if task < FAR + near_tasks(NODES, k.grid.workers)
       _near_turn(peers)
 """,  # model_turns.Workers
     ("two_direct", "_announce"): """
@@ -335,8 +335,8 @@ if left > 0
         tl.store(net_sent_to(state, node, c, k))
 """,  # model_twolevel.combine_far, without inner rings
     ("two_pull", "_sum_chunk"): """
-for range(0, n, B)
-  for tl.range(0, hidden, BLOCK, num_stages=k.stages)
+for range(0, n, k.tiles.rows_summed)
+  for tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages)
     tl.store(to + w[None, :])
 """,  # model_twolevel.combine_far, without inner rings
     ("two_pull", "_reduce"): """

@@ -158,10 +158,7 @@ def collective_count_kernel(
     c = tl.program_id(0)
     rank, num_experts = rank.to(tl.int32), num_experts.to(tl.int32)
     most_rows = most_rows.to(tl.int32)
-    routing = Routing(
-        plan=counts.plan, rank=rank, num_tokens=rank * 0, num_experts=num_experts,
-        num_rows=num_rows.to(tl.int32),
-    )  # fmt: skip
+    routing = Routing(counts.plan, rank, rank * 0, num_experts, num_rows.to(tl.int32))
     begins, rows = _sources(headers, most_rows, k)
     begin, count = _of(begins, c // P, k), _of(rows, c // P, k)
     share = (count + P - 1) // P
@@ -297,10 +294,8 @@ def collective_place_kernel(
 ):  # fmt: skip
     """See the module. ``k`` is an :class:`ArrivalConfig`; :func:`bind_place` launches it."""
     pid, most_rows = tl.program_id(0), most_rows.to(tl.int32)
-    routing = Routing(
-        plan=counts.plan, rank=rank.to(tl.int32), num_tokens=most_rows * 0,
-        num_experts=num_experts.to(tl.int32), num_rows=num_rows.to(tl.int32),
-    )  # fmt: skip
+    rank, num_experts, num_rows = rank.to(tl.int32), num_experts.to(tl.int32), num_rows.to(tl.int32)
+    routing = Routing(counts.plan, rank, most_rows * 0, num_experts, num_rows)
     payload = in_slots(recv, k.row)
     experts, local = experts_of(routing, k), num_experts_of(routing, k)
     s, e = tl.arange(0, k.rank_bins), tl.arange(0, k.local_bins)

@@ -134,10 +134,8 @@ def collective_plan_kernel(
     stride = stride.to(tl.int32)
     hist = ints(scratch)
     marks = words(scratch + (C + 1) * k.columns * 4)
-    routing = Routing(
-        plan=plan, rank=num_tokens * 0, num_tokens=num_tokens, num_experts=num_experts,
-        num_rows=num_tokens * 0,
-    )  # fmt: skip
+    none = num_tokens * 0
+    routing = Routing(plan, none, num_tokens, num_experts, none)
     share = (num_tokens + C - 1) // C
     t0 = c * share
     t1 = tl.minimum(t0 + share, num_tokens)

@@ -143,15 +143,12 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
     """Partial sums of a chunk of arrival rows into a ring. The caller publishes them."""
     H: tl.constexpr = k.row.hidden
     K: tl.constexpr = k.picks
-    Q: tl.constexpr = k.ring.slots
-    SLOT: tl.constexpr = k.row.slot_bytes
-    BLOCK: tl.constexpr = k.tiles.block_sent
     b = tl.arange(0, k.tiles.rows_sent)
     for j in range(0, chunk.count, k.tiles.rows_sent):
         i, here = chunk.begin + j + b, j + b < chunk.count
-        at = ring + ((i - chunk.low) % Q).to(tl.int64) * SLOT
-        for k0 in range(0, H, BLOCK):
-            w = k0 + tl.arange(0, BLOCK)
+        at = ring + ((i - chunk.low) % k.ring.slots).to(tl.int64) * k.row.slot_bytes
+        for k0 in range(0, H, k.tiles.block_sent):
+            w = k0 + tl.arange(0, k.tiles.block_sent)
             mask = here[:, None] & (w < H)[None, :]
             if k.by_expert:
                 each = result_rows(parts, chunk.first + i, here, k)
@@ -160,7 +157,7 @@ def send_sums_chunk(parts, ring, chunk, k: tl.constexpr):
                 rows = elements(parts.rows, k.dtype)
                 rows = rows + (chunk.first + i).to(tl.int64)[:, None] * H + w[None, :]
                 v = tl.load(rows, mask=mask, other=0.0, cache_modifier=".cg")
-            to = sums_in(ring, (i - chunk.low) % Q, k)
+            to = sums_in(ring, (i - chunk.low) % k.ring.slots, k)
             tl.store(to + w[None, :], v, mask=mask, cache_modifier=".cs")
         if K:
             pick = tl.arange(0, triton.next_power_of_2(K))

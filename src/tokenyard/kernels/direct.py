@@ -156,7 +156,7 @@ def unpack_kernel(
     if there:
         s, c = pid // k.channels, pid % k.channels
         me = tl.load(words(state) + RANK).to(tl.int32)
-        routing = Routing(plan=plan, rank=me, num_tokens=0, num_experts=num_experts, num_rows=0)
+        routing = Routing(plan, me, 0, num_experts, num_rows=0)
         experts = experts_of(routing, k)
         result = Result(
             rows=0, scales=0, expert_ids=expert_ids, picks=0, weights=weights, source=source,

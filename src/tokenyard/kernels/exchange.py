@@ -141,12 +141,11 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     """Program 0: what comes from the others, and where it goes. ``most_rows``: that a rank may
     announce."""
     R: tl.constexpr = k.ranks
-    C: tl.constexpr = k.channels
     plan, me, num_experts = routing.plan, routing.rank, routing.num_experts
     s, c = tl.arange(0, k.rank_bins), tl.arange(0, k.channel_bins)
     e, d = tl.arange(0, k.local_bins), tl.arange(0, k.rank_bins)
     known = s < R
-    both = known[:, None] & (c < C)[None, :]
+    both = known[:, None] & (c < k.channels)[None, :]
     local = first_expert(me + 1, num_experts, R) - first_expert(me, num_experts, R)
     here = e < local
     headers = call_word(mine, "headers", parity, s, k)
@@ -160,7 +159,7 @@ def complete(mine, parity, routing, outputs, most_rows, alignment, k: tl.constex
     pairs = headers[:, None] + COUNTS_AT + e[None, :]
     pairs = tl.load(pairs, mask=known[:, None] & here[None, :], other=0).to(tl.int32)
     tl.store(in_bound(plan, s, 0, k)[:, None] + c[None, :], bounds.to(tl.int32), mask=both)
-    tl.store(in_bound(plan, s, C, k), rows.to(tl.int32), mask=known)
+    tl.store(in_bound(plan, s, k.channels, k), rows.to(tl.int32), mask=known)
     first_in = plan_word(plan, "first_in", s, k)
     tl.store(first_in, (tl.cumsum(rows, 0) - rows).to(tl.int32), mask=known)
     earlier = tl.where((s < me)[:, None], table, 0)
@@ -180,26 +179,24 @@ def exchange(
 ):  # fmt: skip
     """Step 2: this channel's bounds to all peers, and by the last program the header and the row of
     the matrix."""
-    R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
-    D: tl.constexpr = k.plan_ranks
     P: tl.constexpr = k.grid.ranks_per_node
     plan, me = routing.plan, routing.rank
     r = tl.arange(0, k.rank_bins)
-    tl.store(out_bound(plan, r, c, k), before, mask=r < D)
-    near = (r < R) & (r // P == me // P)
+    tl.store(out_bound(plan, r, c, k), before, mask=r < k.plan_ranks)
+    near = (r < k.ranks) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
     tl.store(call_word(bases, "bounds", parity, me, k) + c, before.to(tl.int64), mask=near)
     if c == C - 1:
         totals = hist + C * k.columns + C * k.columns
-        tl.store(out_bound(plan, r, C, k), before + ranks, mask=r < D)
+        tl.store(out_bound(plan, r, C, k), before + ranks, mask=r < k.plan_ranks)
         tl.store(totals + r, before + ranks)
         experts_before(hist, totals + k.rank_bins, C, routing.num_experts, k)
         tl.debug_barrier()
         status = words(tl.load(words(state) + STATUS))
         said = said_of(picks, marks, said, status, routing.num_tokens, k)
         _send_headers(regions, me, totals, said, parity, routing.num_experts, room, tag, k)
-        if P < R:
+        if k.ranks > P:
             put_node_headers(regions, state, me, parity, hist, k)
     add_release(peer_word(bases, "arrivals", me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
 

@@ -154,13 +154,12 @@ def _make_table(result, present, counts, num_rows, alignment, call, k: tl.conste
 def _lead(result, tag, num_rows, alignment, call, k: tl.constexpr):
     """Step 3: who is present, and where rows begin."""
     sizes: tl.constexpr = k.sizes
-    experts: tl.constexpr = sizes.local_experts
     mine = peer_base(call.regions, call.rank)
     r, e = tl.arange(0, sizes.rank_bins), tl.arange(0, k.expert_bins)
     here = are_active(call.active, r, r < sizes.ranks)
-    inside = here[:, None] & (e < experts)[None, :]
+    inside = here[:, None] & (e < sizes.local_experts)[None, :]
     counts_at = count_of(mine, call.parity, r[:, None], e[None, :], sizes)
-    tags_at = count_of(mine, call.parity, r, experts, sizes)
+    tags_at = count_of(mine, call.parity, r, sizes.local_experts, sizes)
     counts, tags, there = wait_counts(
         counts_at, inside, tags_at, here, r, result.waits, call, sizes
     )
@@ -205,10 +204,9 @@ def _place_row(result, slot, s, t, num_rows, call, k: tl.constexpr):
     N: tl.constexpr = layout.words
     S: tl.constexpr = layout.scale_words
     M: tl.constexpr = sizes.ranks * sizes.tokens
-    bits: tl.constexpr = layout.word_bits
     scale_bins: tl.constexpr = triton.next_power_of_2(S) if S else 1
     pick, w, sw = tl.arange(0, sizes.topk_bins), tl.arange(0, k.block), tl.arange(0, scale_bins)
-    row, metadata = as_words(slot, bits), as_words(slot + layout.metadata_at, 32)
+    row, metadata = as_words(slot, layout.word_bits), as_words(slot + layout.metadata_at, 32)
     ids = tl.load(metadata + pick, mask=pick < topk, other=-1, cache_modifier=".cg")
     rank = tl.load(metadata + topk + pick, mask=pick < topk, other=0, cache_modifier=".cg")
     if k.weighted:
@@ -234,7 +232,7 @@ def _place_row(result, slot, s, t, num_rows, call, k: tl.constexpr):
     for j in range(topk):
         to = (tl.sum(tl.where(pick == j + 0, place + 1, 0)) - 1).to(tl.int64)
         if to >= 0:
-            target = as_words(result.rows, bits) + to * N
+            target = as_words(result.rows, layout.word_bits) + to * N
             tl.store(target + w, v, mask=w < N)
             if S:
                 at = to * S + sw

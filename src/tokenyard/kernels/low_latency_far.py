@@ -156,8 +156,7 @@ def wait_packed(state, message, to, want, sizes: tl.constexpr):
 def first_put(program, sizes: tl.constexpr):
     """Puts of chunks go round: the first of this ``program``. The last programs count, so theirs
     are last."""
-    P: tl.constexpr = sizes.programs
-    return (2 * P - sizes.ranks - 1 - program) % P
+    return (2 * sizes.programs - sizes.ranks - 1 - program) % sizes.programs
 
 
 @triton.jit

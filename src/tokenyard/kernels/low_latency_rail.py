@@ -80,7 +80,6 @@ def neighbours(r, me, sizes: tl.constexpr):
 def hand_on(s, t, call, k: tl.constexpr):
     """Step 1 for row number ``t`` of far rank ``s``, which is on my rail."""
     sizes: tl.constexpr = k.sizes
-    topk: tl.constexpr = sizes.topk
     P: tl.constexpr = sizes.per_node
     N: tl.constexpr = k.row.slot_bytes // 4
     block: tl.constexpr = min(triton.next_power_of_2(N), k.block)
@@ -96,7 +95,7 @@ def hand_on(s, t, call, k: tl.constexpr):
     if seen > want:
         slot = packed_of(mine, call.parity, s, t, k.row.slot_bytes, sizes)
         metadata = as_words(slot + k.row.metadata_at, 32)
-        ids = tl.load(metadata + pick, mask=pick < topk, other=-1, cache_modifier=".cg")
+        ids = tl.load(metadata + pick, mask=pick < sizes.topk, other=-1, cache_modifier=".cg")
         owner = owner_of(ids, sizes.experts, sizes.ranks)
         chosen = tl.max((owner[None, :] == r[:, None]).to(tl.int64), axis=1)
         goes = tl.where(here, chosen, 0)
@@ -152,7 +151,6 @@ def _add_neighbours(slot, s, t, call, k: tl.constexpr):
     ``s``."""
     sizes: tl.constexpr = k.sizes
     P: tl.constexpr = sizes.per_node
-    H: tl.constexpr = k.hidden
     me, mine = call.rank, peer_base(call.regions, call.rank)
     r, pick = tl.arange(0, sizes.rank_bins), tl.arange(0, sizes.topk_bins)
     here = are_active(call.active, r, neighbours(r, me, sizes))
@@ -163,7 +161,7 @@ def _add_neighbours(slot, s, t, call, k: tl.constexpr):
     got = got & (look(flags, got) == want + 1)  # not LOST
     got = got | (r == me)
     slots = tl.where(r == me, slot, slot_of(mine, call.parity, at, t, sizes))
-    for w0 in range(0, H, k.added_block):
+    for w0 in range(0, k.hidden, k.added_block):
         w = w0 + tl.arange(0, k.added_block)
         total = tl.zeros((k.added_block,), tl.float32)
         for i in tl.static_range(P):
@@ -171,7 +169,7 @@ def _add_neighbours(slot, s, t, call, k: tl.constexpr):
             total = total + load_sum_of(r == d, slots, got.to(tl.int32), w, k)
         to = elements(slot, k.dtype)
         tl.debug_barrier()  # the own sum is read
-        tl.store(to + w, total.to(k.dtype), mask=w < H)
+        tl.store(to + w, total.to(k.dtype), mask=w < k.hidden)
     kept_at = ints(slots + k.kept_at)[:, None] + pick[None, :]
     there = got[:, None] & (pick < sizes.topk)[None, :]
     kept = tl.max(tl.load(kept_at, mask=there, other=0, cache_modifier=".cg"), axis=0)

@@ -32,16 +32,6 @@ def _picks_at(tokens, k: tl.constexpr):
 
 
 @triton.jit
-def _merged(ids, bins: tl.constexpr):
-    """Picks ``ids [bins]`` of a token with repeated ones as -1; and for each the pick that it was
-    merged into."""
-    k = tl.arange(0, bins)
-    first = tl.min(tl.where(ids[:, None] == ids[None, :], k[None, :], bins), axis=1)
-    first = tl.where(ids < 0, k, first)
-    return tl.where(first == k, ids, -1), first
-
-
-@triton.jit
 def merged_weights(topk_weights, t, merged, first, sizes: tl.constexpr):
     """Weights ``[topk_bins]`` of token ``t``'s merged picks, added in pick order."""
     k = tl.arange(0, sizes.topk_bins)
@@ -133,7 +123,6 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     """Step 1: counts for rank ``to``, and the flags of tokens that do not go there, if it is
     mapped."""
     sizes: tl.constexpr = k.sizes
-    M: tl.constexpr = sizes.tokens
     first = first_expert(to, sizes.experts, sizes.ranks)
     end = first_expert(to + 1, sizes.experts, sizes.ranks)
     base = peer_base(call.regions, to)
@@ -141,7 +130,7 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
     counts = tl.zeros((k.expert_bins,), tl.int32)
     far = is_far(call.state, to, sizes) if sizes.far else False
     near = far == 0
-    for t0 in range(0, M, k.counted):
+    for t0 in range(0, sizes.tokens, k.counted):
         columns = _columns_of(tokens, t0, num_tokens, k)
         more, goes = _tokens_per_expert(columns, first, end, k)
         counts += more
@@ -149,7 +138,7 @@ def send_counts(tokens, num_tokens, tag, to, call, k: tl.constexpr):
         flags = flag_of(base, call.parity, call.rank, t, sizes)
         pieces = flags[:, None] + tl.arange(0, k.pieces)[None, :]
         none = tl.zeros((k.counted, k.pieces), tl.int64) + 2 * call.number
-        tell(pieces, none, (near & (t < M) & (goes == 0))[:, None])
+        tell(pieces, none, (near & (t < sizes.tokens) & (goes == 0))[:, None])
     counts_at = count_of(base, call.parity, call.rank, e, sizes)
     counts = with_call(call.number, counts.to(tl.int64))
     tag_at = count_of(base, call.parity, call.rank, sizes.local_experts, sizes)
@@ -186,10 +175,9 @@ def put_rows(tokens, num_tokens, to, chunk, call, k: tl.constexpr):
     """A chunk of this call's rows to rank ``to``, if it is far, once all of it are packed."""
     sizes: tl.constexpr = k.sizes
     row_bytes: tl.constexpr = k.row.slot_bytes
-    C: tl.constexpr = k.chunk_rows
     if takes_rows(to, call, sizes):
-        rows, first = _rows_for(tokens, num_tokens, to, k), chunk * C
-        count = tl.minimum(tl.maximum(rows - first, 0), C)
+        rows, first = _rows_for(tokens, num_tokens, to, k), chunk * k.chunk_rows
+        count = tl.minimum(tl.maximum(rows - first, 0), k.chunk_rows)
         if (count > 0) | (chunk == 0):
             wait_packed(call.state, ROWS + chunk, to, count * k.pieces, sizes)
             if is_active(call.active, to):
@@ -229,7 +217,9 @@ def _send_metadata(
     topk: tl.constexpr = sizes.topk
     pick = tl.arange(0, sizes.topk_bins)
     at = t.to(tl.int64) * topk + pick
-    ids, first = _merged(ids, sizes.topk_bins)
+    first = tl.where(ids[:, None] == ids[None, :], pick[None, :], sizes.topk_bins)
+    first = tl.where(ids < 0, pick, tl.min(first, axis=1))  # the pick that each is merged into
+    ids = tl.where(first == pick, ids, -1)
     rank = _tokens_before(tokens, columns, ids, t, call.rank, False, k)
     tl.store(ints(result.merged) + at, ids, mask=pick < topk)
     tl.store(words(result.first_pick) + at, first.to(tl.int64), mask=pick < topk)
@@ -265,7 +255,6 @@ def _store_part(v, scale, first, at, goes, slots, me, k: tl.constexpr):
     further ones, which are still to be loaded."""
     row: tl.constexpr = k.row
     N: tl.constexpr = row.words
-    bits: tl.constexpr = row.word_bits
     block: tl.constexpr = at.shape[0]
     R: tl.constexpr = k.sizes.ranks
     FEW: tl.constexpr = k.sizes.unrolled >= R
@@ -285,10 +274,10 @@ def _store_part(v, scale, first, at, goes, slots, me, k: tl.constexpr):
                     k.cast, row.scale_words,
                 )  # fmt: skip
             else:
-                tl.store(as_words(slot, bits) + at, v, mask=at < N)
+                tl.store(as_words(slot, row.word_bits) + at, v, mask=at < N)
                 for w0 in range(block, k.piece, block):
                     more = tl.load(first + w0 + at, mask=w0 + at < N, cache_modifier=".cg")
-                    tl.store(as_words(slot, bits) + w0 + at, more, mask=w0 + at < N)
+                    tl.store(as_words(slot, row.word_bits) + w0 + at, more, mask=w0 + at < N)
 
 
 @triton.jit

@@ -64,7 +64,6 @@ def weigh(sent, s, t, place, ok, call, EMPTY: tl.constexpr, k: tl.constexpr):
 @triton.jit
 def sum_rows(sent, slot, place, weight, k: tl.constexpr):
     """Store the sum of the rows at ``place [topk_bins]`` into ``slot``, and which picks it has."""
-    topk: tl.constexpr = k.sizes.topk
     H: tl.constexpr = k.hidden
     pick = tl.arange(0, k.sizes.topk_bins)
     rows = elements(sent.rows, k.dtype)
@@ -72,7 +71,7 @@ def sum_rows(sent, slot, place, weight, k: tl.constexpr):
     for w0 in range(0, H, k.sent_block):
         w = w0 + tl.arange(0, k.sent_block)
         total = tl.zeros((k.sent_block,), tl.float32)
-        for j in range(topk):
+        for j in range(k.sizes.topk):
             at = tl.sum(tl.where(pick == j + 0, place + 1, 0)) - 1
             if at >= 0:
                 row = rows + at.to(tl.int64) * H
@@ -83,7 +82,7 @@ def sum_rows(sent, slot, place, weight, k: tl.constexpr):
         tl.store(tl.multiple_of(to, 16) + w, total.to(k.dtype), mask=w < H)
     if k.kept_at:
         kept_at = ints(to.to(tl.int64) + k.kept_at) + pick
-        tl.store(kept_at, (place >= 0).to(tl.int32), mask=pick < topk)
+        tl.store(kept_at, (place >= 0).to(tl.int32), mask=pick < k.sizes.topk)
 
 
 @triton.jit
@@ -208,14 +207,13 @@ def put_sums(sent, to, chunk, call, k: tl.constexpr):
     """A chunk of the sums for rank ``to``, if it is far, once all of it are packed."""
     sizes: tl.constexpr = k.sizes
     M: tl.constexpr = sizes.tokens
-    C: tl.constexpr = k.chunk_rows
     if takes_rows(to, call, sizes):
-        first, count, torn = chunk * C, to * 0, to * 0
+        first, count, torn = chunk * k.chunk_rows, to * 0, to * 0
         for j0 in range(0, M, _BLOCK):
             j = j0 + tl.arange(0, _BLOCK)
             first_pick = ints(sent.slots) + (to * M + j).to(tl.int64) * sizes.topk
             place = tl.load(first_pick, mask=j < M, other=-1)
-            inside = (j >= first) & (j < first + C)
+            inside = (j >= first) & (j < first + k.chunk_rows)
             count += tl.sum((inside & (place != -1)).to(tl.int32))
             torn += tl.sum((place == TORN).to(tl.int32))
         if count > 0:

@@ -81,18 +81,9 @@ def copy_words(source, target, begin, end, block: tl.constexpr, programs: tl.con
 
 
 @triton.jit
-def most_copies(index, here, most: tl.constexpr):
-    """The most of ``most`` numbers (int64), -1 behind the last, that one of ``index [B]`` points
-    to, of those ``here``."""
-    n = tl.arange(0, triton.next_power_of_2(most))[None, :]
-    table = tl.load(index[:, None] + n, mask=here[:, None] & (n < most), other=-1)
-    return tl.max(tl.sum((table >= 0).to(tl.int32), axis=1))
-
-
-@triton.jit
 def copy_rows_to(source, target, here, copies, num_words: tl.constexpr, block: tl.constexpr = None):
     """The same, each row to up to ``copies`` rows of ``target``, whose ``index [B]`` points to
-    their numbers (:func:`most_copies`): one read, several writes."""
+    their numbers (int64; -1: none): one read, several writes."""
     BLOCK: tl.constexpr = at_once(num_words, block)
     for at in range(0, num_words, BLOCK):
         w = at + tl.arange(0, BLOCK)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, most_copies, rows_at
+from tokenyard.kernels.payload import as_words, copy_rows, copy_rows_to, rows_at
 from tokenyard.kernels.region import first_expert, ints, start_of
 from tokenyard.kernels.structs import Experts
 from tokenyard.kernels.sync import words
@@ -164,7 +164,9 @@ def place_by_expert(
         )
         tl.debug_barrier()  # all threads read what some have stored
     slots = words(result.slots) + batch.arrival.to(tl.int64) * MOST
-    copies = most_copies(slots, batch.here, MOST)
+    n = tl.arange(0, triton.next_power_of_2(MOST))[None, :]
+    table = tl.load(slots[:, None] + n, mask=batch.here[:, None] & (n < MOST), other=-1)
+    copies = tl.max(tl.sum((table >= 0).to(tl.int32), axis=1))  # the most of any row
     sent = rows_at(payload.rows, row.word_bits, batch.index, strides.payload)
     copies_at = rows_at(result.rows, row.word_bits, slots, row.words)
     copy_rows_to(sent, copies_at, batch.here, copies, row.words, block)

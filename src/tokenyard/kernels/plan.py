@@ -263,9 +263,7 @@ def plan_kernel(
     num_tokens, num_experts = num_tokens.to(tl.int32), num_experts.to(tl.int32)
     most_rows, room, num_rows = most_rows.to(tl.int32), num_rows, num_rows.to(tl.int32)
     alignment, me = alignment.to(tl.int32), tl.load(words(state) + RANK).to(tl.int32)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
-    )
+    routing = Routing(plan, me, num_tokens, num_experts, num_rows)
     hist = ints(scratch)
     before_all = hist + C * k.columns
     marks = words(scratch + (2 * C + 1) * k.columns * 4)

@@ -115,12 +115,11 @@ def _store_chunk(parts, each, to, here, J: tl.constexpr, block: tl.constexpr, k:
 def _sum_chunk(parts, first, to, count, k: tl.constexpr):
     """Sums of the result rows of ``count`` arrival rows from ``first`` on, one behind the other.
     Channels that few result rows leave room for are summed too."""
-    H: tl.constexpr = k.row.hidden
-    MORE: tl.constexpr = 2 * k.summed if k.summed < H else k.summed
+    MORE: tl.constexpr = 2 * k.summed if k.summed < k.row.hidden else k.summed
     j = tl.arange(0, triton.next_power_of_2(k.chunk))
     here = j < count
     each = result_rows(parts, first + j, here, k)
-    to = elements(to, k.dtype) + j.to(tl.int64)[:, None] * H
+    to = elements(to, k.dtype) + j.to(tl.int64)[:, None] * k.row.hidden
     if _are_few(each, k):
         _store_chunk(parts, each, to, here, k.few, MORE, k)
     else:
@@ -132,13 +131,12 @@ def _push_rows(plan, receive_buffers, parts, me, call, k: tl.constexpr):
     """Every ``pushers``-th chunk, so that owners get theirs in order, and neighbours' to different
     owners. A pusher mostly stays with an owner, which is faster."""
     R: tl.constexpr = k.ranks
-    C: tl.constexpr = k.channels
     CHUNK: tl.constexpr = k.chunk
     OTHERS: tl.constexpr = R - 1 if R > 1 else 1
     STAY: tl.constexpr = OTHERS - k.pushers % OTHERS
     r = tl.arange(0, k.rank_bins)
     others = (r < R) & (r != me)
-    counts = tl.load(in_bound(plan, r, C, k), mask=others, other=0)
+    counts = tl.load(in_bound(plan, r, k.channels, k), mask=others, other=0)
     firsts = tl.load(plan_word(plan, "first_in", r, k), mask=others, other=0)
     backs = tl.load(plan_word(plan, "first_back", r, k), mask=others, other=0)
     bases = tl.load(words(receive_buffers) + r, mask=others, other=0)
@@ -215,10 +213,9 @@ def _add_span(
 ):  # fmt: skip
     """See :func:`_add_rows`. ``each``: the result rows of my own arrival rows, J at most, if rows
     are by expert."""
-    H: tl.constexpr = k.row.hidden
-    ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
+    ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
     r = tl.arange(0, k.rank_bins)
-    end = tl.minimum(begin + k.span, H)
+    end = tl.minimum(begin + k.span, k.row.hidden)
     for k0 in tl.range(begin, end, k.block, num_stages=stages):
         w = k0 + tl.arange(0, k.block)
         if k.by_expert:
@@ -259,13 +256,11 @@ def _sum_rows(peers, plan, receive_buffer, parts, sums, num_tokens, call, k: tl.
     """Every ``reducers``-th piece of tokens x ``span`` channels, as rows land in the order of
     tokens; of ``block`` channels in each of ``stages`` rounds. Places are loaded one piece ahead,
     so that neither flags nor rows need to wait for them."""
-    C: tl.constexpr = k.channels
-    H: tl.constexpr = k.row.hidden
-    ROW: tl.constexpr = H * k.dtype.primitive_bitwidth // 8
-    PARTS: tl.constexpr = (H + k.span - 1) // k.span
+    ROW: tl.constexpr = k.row.hidden * k.dtype.primitive_bitwidth // 8
+    PARTS: tl.constexpr = (k.row.hidden + k.span - 1) // k.span
     me = peers.rank
     r, b = tl.arange(0, k.rank_bins), tl.arange(0, k.tokens)
-    sent = tl.load(out_bound(plan, r, C, k), mask=(r < k.ranks) & (r != me), other=0)
+    sent = tl.load(out_bound(plan, r, k.channels, k), mask=(r < k.ranks) & (r != me), other=0)
     backs = (tl.cumsum(sent, 0) - sent).to(tl.int64)
     starts = receive_buffer + receive_rows_at(k.ranks, k.chunks) + backs * ROW
     first_own = tl.load(plan_word(plan, "first_in", me, k))

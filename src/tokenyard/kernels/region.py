@@ -263,8 +263,7 @@ def place_of(plan, token, tokens, k: tl.constexpr):
 @triton.jit
 def start_of(plan, expert, rank, tokens, k: tl.constexpr):
     """Result row where rows of local ``expert`` from ``rank`` begin. ``[experts, ranks]``."""
-    R: tl.constexpr = k.plan_ranks
-    return _tables(plan, k) + 2 * R * tokens.to(tl.int64) + expert * R + rank
+    return _tables(plan, k) + 2 * k.plan_ranks * tokens.to(tl.int64) + expert * k.plan_ranks + rank
 
 
 @triton.jit

@@ -241,14 +241,6 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr 
 
 
 @triton.jit
-def _note_all(matrix, phase, waited, lacked, noted, EACH: tl.constexpr):
-    """Note the wait for each peer, the longest of those counters' that ``lacked`` something."""
-    PEERS: tl.constexpr = waited.shape[0] // EACH
-    ns = tl.max(tl.reshape(tl.where(lacked, waited, 0), [PEERS, EACH]), axis=1)
-    note_wait(matrix, phase, tl.arange(0, PEERS), ns, (ns > 0) & noted)
-
-
-@triton.jit
 def wait_for_all(
     counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True,
     EACH: tl.constexpr = 1, noted=True,
@@ -277,7 +269,10 @@ def wait_for_all(
                 this = tl.arange(0, seen.shape[0]) == short
                 give_up_on_one(state, phase, numbers, wants, seen, this, EACH)
             seen = tl.minimum(seen, wants - 1)
-        _note_all(matrix, phase, until_came(waited, True, begin), lacked, noted, EACH)
+        PEERS: tl.constexpr = waited.shape[0] // EACH
+        ns = tl.where(lacked, until_came(waited, True, begin), 0)
+        ns = tl.max(tl.reshape(ns, [PEERS, EACH]), axis=1)  # the longest of a peer's counters
+        note_wait(matrix, phase, tl.arange(0, PEERS), ns, (ns > 0) & noted)
     tl.debug_barrier()
     return seen
 

@@ -71,13 +71,12 @@ LEAST_CHUNK = tl.constexpr(8)
 @triton.jit
 def _combine_rows(parts, ring, i, inside, rows, k: tl.constexpr):
     """Store sums of my node's ``rows`` into slots ``i [B]`` of a network ring, or its staging."""
-    hidden: tl.constexpr = k.row.hidden
     slot = i % k.network_ring.slots
-    for k0 in tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages):
+    for k0 in tl.range(0, k.row.hidden, k.tiles.block_summed, num_stages=k.stages):
         w = k0 + tl.arange(0, k.tiles.block_summed)
         v = node_sum(parts, rows, w, k)
         to = sums_in(ring, slot, k)
-        tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
+        tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < k.row.hidden)[None, :])
     if k.picks:
         pick = tl.arange(0, triton.next_power_of_2(k.picks))
         v = node_weights(parts, rows, k)
@@ -136,11 +135,9 @@ def _combine(peers, routing, parts, node, base, lo, hi, i0, turn, k: tl.constexp
     P: tl.constexpr = k.grid.ranks_per_node
     plan, state, c, local = routing.plan, peers.state, turn.channel, peers.rank % P
     b, q = tl.arange(0, k.tiles.rows_summed), tl.arange(0, k.grid.local_bins)
-    link = Hop(
-        mine=peer_base(peers.regions, peers.rank), node=node, home=peers.rank // P,
-        peer=node * P + local, base=base, begin=lo, end=hi, done=i0,
-    )  # fmt: skip
-    mine, others = link.mine, (q < P) & (q != local)
+    mine, home = peer_base(peers.regions, peers.rank), peers.rank // P
+    link = Hop(node, home, node * P + local, mine, base, begin=lo, end=hi, done=i0)
+    others = (q < P) & (q != local)
     a0 = tl.load(plan_word(plan, "first_in", link.peer, k))
     a0 = a0 + tl.load(in_bound(plan, link.peer, c, k))
     cap = tl.load(table_rows(plan, k))
@@ -271,9 +268,7 @@ def two_combine_kernel(
     me = tl.load(words(state) + RANK).to(tl.int32)
     home, local = me // k.grid.ranks_per_node, me % k.grid.ranks_per_node
     peers = Peers(regions=regions, state=state, rank=me)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
-    )
+    routing = Routing(plan, me, num_tokens, num_experts, num_rows=0)
     grid: tl.constexpr = k.grid
     BUNDLES: tl.constexpr = k.channels // grid.bundle
     bundle, worker = pid % BUNDLES, pid // BUNDLES

@@ -128,16 +128,14 @@ def add_nodes(v_home, tokens, sums, mine, home, channel, w, k: tl.constexpr):
     """Store channels ``w [BLOCK]`` of ``tokens``: this node's sums ``v_home`` and other nodes', in
     order of nodes, then biases."""
     G: tl.constexpr = k.grid.nodes
-    R: tl.constexpr = k.ranks
-    net: tl.constexpr = k.network_ring
     r = tl.arange(0, k.rank_bins)
     if G > 1:
         v_home = v_home.to(k.dtype).to(tl.float32)
     total = tl.zeros((k.tiles.rows_summed, k.tiles.block_summed), tl.float32)
     for o in tl.static_range(G - 1):
         g = tl.where(home > o, o, o + 1)
-        place = tl.sum(tl.where((r == R + g)[None, :], tokens.places, 0), axis=1)
-        slot = (place - tl.sum(tl.where(r == R + g, tokens.lows, 0))) % net.slots
+        place = tl.sum(tl.where((r == k.ranks + g)[None, :], tokens.places, 0), axis=1)
+        slot = (place - tl.sum(tl.where(r == k.ranks + g, tokens.lows, 0))) % k.network_ring.slots
         ring = ring_at(mine, (home * 0) + o, channel, k)
         rows = sums_in(ring, slot, k)
         mask = (place >= 0)[:, None] & (w < k.row.hidden)[None, :]
@@ -172,12 +170,11 @@ def add_node_weights(w_home, tokens, sums, mine, home, channel, k: tl.constexpr)
 def return_network_credits(peers, mine, local, channel, deferred, last, k: tl.constexpr):
     """Network credits ``deferred [rank_bins]`` (node g at ranks + g) that are due. Returns what is
     still deferred. ``mine``: this rank's region; ``local``: its index in its node."""
-    P: tl.constexpr = k.grid.ranks_per_node
-    r, home = tl.arange(0, k.rank_bins), peers.rank // P
+    r, home = tl.arange(0, k.rank_bins), peers.rank // k.grid.ranks_per_node
     for node in tl.static_range(k.grid.nodes):
         amount = tl.sum(tl.where(r == k.ranks + node, deferred, 0))
         if (amount >= k.network_ring.credit) | (last & (amount > 0)):
-            to = home * 0 + node * P + local
+            to = home * 0 + node * k.grid.ranks_per_node + local
             account = net_bytes(peers.state, node, k)
             credit(account, mine, to, rest_at(k), net_head(home, channel, k), amount)
             deferred = tl.where(r == k.ranks + node, 0, deferred)

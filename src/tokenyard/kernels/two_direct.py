@@ -121,9 +121,8 @@ def _near_turn(peers, routing, payload, buffers, part, turn, ready, k: tl.conste
 def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
     """A chunk of rows of this channel from ``node`` out of the network ring, to the buffers of the
     local ranks that need them."""
-    grid: tl.constexpr = k.grid
     net: tl.constexpr = k.network_ring
-    P: tl.constexpr = grid.ranks_per_node
+    P: tl.constexpr = k.grid.ranks_per_node
     plan, c, me = routing.plan, turn.channel, peers.rank
     lo, hi, i0 = rows_of_turn(in_bound, plan, k.ranks + node, turn, k)
     base = tl.load(net_taken_from(peers.state, node, c, k))
@@ -132,7 +131,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
         mine, home, source = peer_base(peers.regions, me), me // P, node * P + me % P
         want = base + i0 + 1
         seen = load_acquire(words(mine + net_tail(node, c, k)))
-        b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
+        b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, k.grid.local_bins)
         near = q < P
         moved_at = moved_of(peers.state, 0, node * P + q, c, k)
         counts = tl.load(moved_at, mask=near & (i0 > 0), other=0).to(tl.int32)
@@ -177,8 +176,7 @@ def _place_turn(peers, routing, buffers, node, turn, ready, k: tl.constexpr):
 @triton.jit
 def _turn(peers, home, routing, payload, buffers, turn, ready, k: tl.constexpr):
     """A turn of any task: rows (tokens) left to do. ``home``: this rank's node."""
-    grid: tl.constexpr = k.grid
-    NODES: tl.constexpr = grid.nodes
+    NODES: tl.constexpr = k.grid.nodes
     FAR: tl.constexpr = 2 * (NODES - 1)  # tasks between nodes: the first ones
     task = turn.task
     rows = task * 0
@@ -189,7 +187,7 @@ def _turn(peers, home, routing, payload, buffers, turn, ready, k: tl.constexpr):
         if FAR:
             node = (home + FAR - task) % NODES
             rows = _place_turn(peers, routing, buffers, node, turn, ready, k)
-    elif task < FAR + near_tasks(NODES, grid.workers):
+    elif task < FAR + near_tasks(NODES, k.grid.workers):
         rows = _near_turn(peers, routing, payload, buffers, task - FAR, turn, ready, k)
     return rows
 
@@ -224,15 +222,14 @@ def _in_blocks(
 def _near_rows(plan, state, buffers, home, metadata_at, heap_bytes, k: tl.constexpr):
     """Addresses of the rows in the buffers of this node's ranks ``[local_bins]``, and whether all
     are where they may be."""
-    P: tl.constexpr = k.grid.ranks_per_node
     q = tl.arange(0, k.grid.local_bins)
-    near, ok = q < P, True
+    near, ok = q < k.grid.ranks_per_node, True
     if k.heap:
         places = tl.load(plan_word(plan, "places", q, k), mask=near, other=1)
         rooms = tl.load(plan_word(plan, "rooms", q, k), mask=near, other=0)
         rows, ok = _in_blocks(state, buffers, places, rooms, metadata_at, heap_bytes, ON_COUNTS, k)
     else:
-        rows = tl.load(words(buffers) + home * P + q, mask=near, other=0)
+        rows = tl.load(words(buffers) + home * k.grid.ranks_per_node + q, mask=near, other=0)
     return rows, ok
 
 
@@ -304,9 +301,7 @@ def two_direct_kernel(
                             ready = ok
                 # it came in this round: the next one has nothing else to end for
                 left += tl.where(ready, 0, 1)
-            routing = Routing(
-                plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
-            )
+            routing = Routing(plan, me, num_tokens, num_experts, num_rows=0)
             targets = Buffers(rows=rows, scales_at=scales_at, metadata_at=metadata_at)
             for i in range((TASKS + grid.workers - 1) // grid.workers):
                 task, _ = dealt(worker, place_in_round(i, c, TASKS, k), c, TASKS, k)

@@ -173,9 +173,8 @@ def _receive_turn(peers, routing, result, source, turn, k: tl.constexpr):
 def _turn(peers, home, local, routing, payload, result, tag, turn, k: tl.constexpr):
     """A turn of any task: rows left to do, and whether it waits for relayed rows. ``home``,
     ``local``: this rank's node, and its index there."""
-    grid: tl.constexpr = k.grid
-    NODES: tl.constexpr = grid.nodes
-    NEAR: tl.constexpr = grid.ranks_per_node
+    NODES: tl.constexpr = k.grid.nodes
+    NEAR: tl.constexpr = k.grid.ranks_per_node
     BESIDE: tl.constexpr = NEAR - 1 if NEAR > 1 else 1
     FAR: tl.constexpr = 2 * (NODES - 1)  # tasks between nodes: the first ones
     task = turn.task
@@ -233,9 +232,7 @@ def two_dispatch_kernel(
     me = tl.load(words(state) + RANK).to(tl.int32)
     home, local = me // grid.ranks_per_node, me % grid.ranks_per_node
     peers = Peers(regions=regions, state=state, rank=me)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=num_rows
-    )
+    routing = Routing(plan, me, num_tokens, num_experts, num_rows)
     bundle, worker = pid % BUNDLES, pid // BUNDLES
     TASKS: tl.constexpr = num_tasks(k.ranks, grid.nodes)
     ROUND: tl.constexpr = tasks_of_worker(TASKS, k.ranks, grid.workers, grid.senders, grid.bundle)

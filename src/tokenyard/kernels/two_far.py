@@ -38,13 +38,12 @@ def _pack_chunk(payload, order, ring, first, lo, i, n, k: tl.constexpr):
 def put_chunk(peers, node, home, mine, to, there, here, first, n, turn, k: tl.constexpr):
     """Put ``n`` rows to rank ``to`` of ``node``, with their number: from slot ``first`` of the ring
     at byte ``here`` to that of the ring at byte ``there``. Mapped memory holds them already."""
-    grid: tl.constexpr = k.grid
     state, c = peers.state, turn.channel
     at, count = first.to(tl.int64) * k.row.slot_bytes, n.to(tl.int64)
     num_bytes = count * k.row.slot_bytes
     account = net_bytes(state, node, k)
     tail = net_tail(home, c, k)
-    if grid.mapped:
+    if k.grid.mapped:
         tl.atomic_add(account, num_bytes, sem="relaxed", scope="gpu")
         tail = peer_base(peers.regions, to) + tail
         defer_signal(state, turn, 0, tail, count, None, k)

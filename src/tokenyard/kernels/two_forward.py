@@ -36,18 +36,6 @@ from tokenyard.kernels.two_scheduler import ON_TIME, defer_signal, reports, rows
 
 
 @triton.jit
-def hits_of(ring, slot, here, home, num_experts, k: tl.constexpr):
-    """Which local ranks ``[B, local_bins]`` the rows in ``slot [B]`` go to, from the ids in their
-    metadata."""
-    pick, q = tl.arange(0, k.placing.topk_bins), tl.arange(0, k.grid.local_bins)
-    ids = ring + k.row.metadata_at + 4 + slot.to(tl.int64) * k.row.slot_bytes
-    ids = ids.to(tl.pointer_type(tl.int32))[:, None] + pick[None, :]
-    ids = tl.load(ids, mask=here[:, None] & (pick < k.placing.topk)[None, :], other=-1)
-    owner = owner_of(ids, num_experts, k.ranks) - home * k.grid.ranks_per_node
-    return tl.max((owner[:, :, None] == q[None, None, :]).to(tl.int32), axis=1)
-
-
-@triton.jit
 def return_credits(peers, mine, home, source, node, turn, i0, i1, last, k: tl.constexpr):
     """Return credits for rows ``i0`` .. ``i1 - 1`` to the network sender ``source``, of ``node``,
     as far as they are due. They are due ``credit`` at a time, and all of them behind the ``last``
@@ -99,7 +87,13 @@ def destinations(ring, rows, i, here, inside, counts, home, num_experts, k: tl.c
     so."""
     if k.placing.fresh:
         b = tl.arange(0, k.rows_forwarded)
-        hit = hits_of(ring, i % k.network_ring.slots, here, home, num_experts, k)
+        slot = i % k.network_ring.slots
+        pick, q = tl.arange(0, k.placing.topk_bins), tl.arange(0, k.grid.local_bins)
+        ids = ring + k.row.metadata_at + 4 + slot.to(tl.int64) * k.row.slot_bytes
+        ids = ids.to(tl.pointer_type(tl.int32))[:, None] + pick[None, :]
+        ids = tl.load(ids, mask=here[:, None] & (pick < k.placing.topk)[None, :], other=-1)
+        owner = owner_of(ids, num_experts, k.ranks) - home * k.grid.ranks_per_node
+        hit = tl.max((owner[:, :, None] == q[None, None, :]).to(tl.int32), axis=1)
         hit = tl.where(inside, hit, 0)
         # Triton 3.6 crashes on a scan of so few rows
         earlier = (b[None, :] < b[:, None])[:, :, None]
@@ -151,11 +145,9 @@ def _end_turn(peers, hop, turn, bases, counts, before, moved, left, sent, beside
 def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
     """Forward a chunk of the rows that have come, ``seen`` in total, as far as rings have room.
     Returns the rows that are left."""
-    grid: tl.constexpr = k.grid
-    net: tl.constexpr = k.network_ring
-    P: tl.constexpr = grid.ranks_per_node
+    P: tl.constexpr = k.grid.ranks_per_node
     plan, state, c, me = routing.plan, peers.state, turn.channel, peers.rank
-    b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, grid.local_bins)
+    b, q = tl.arange(0, k.rows_forwarded), tl.arange(0, k.grid.local_bins)
     near, beside, my = q < P, (q < P) & (q != me % P), (q == me % P)[None, :]
     cap = tl.load(table_rows(plan, k))
     experts = experts_of(routing, k)
@@ -196,7 +188,7 @@ def _forward(peers, routing, result, hop, turn, seen, left, k: tl.constexpr):
                 tl.store(rows, tl.where(hit > 0, at, -1), mask=inside)
             mine_at = tl.sum(tl.where(my, at, 0), axis=1)
             stays = (tl.sum(tl.where(my, hit, 0), axis=1) > 0) & (mine_at < most)
-            batch = Batch(index=i % net.slots, arrival=a0 + mine_at, here=stays)
+            batch = Batch(index=i % k.network_ring.slots, arrival=a0 + mine_at, here=stays)
             _place_batch(routing, result, ring, hop, batch, experts, k)
             _copy_slots(peers, result, ring, batch, here, hit, at, hop.home, rings, beside, k)
             counts += more
@@ -223,8 +215,6 @@ def forward_turn(peers, routing, result, node, turn, k: tl.constexpr):
         if reports(turn.step, seen < want, False):
             give_up(peers.state, TIMED_OUT, ON_NET_ROWS, node, c, want, seen)
         elif seen >= want:
-            hop = Hop(
-                node=node, home=home, peer=source, mine=mine, base=base, begin=lo, end=hi, done=i0
-            )
+            hop = Hop(node, home, source, mine, base, begin=lo, end=hi, done=i0)
             left = _forward(peers, routing, result, hop, turn, seen, left, k)
     return left

@@ -47,9 +47,8 @@ from tokenyard.kernels.two_scheduler import ON_TIME, reports
 def to_node_header(to_header, to_matrix, peers, me, parity, to, k: tl.constexpr):
     """Where the header and the row of the matrix for rank ``to`` go: ``to_header`` and
     ``to_matrix`` there, or my outbox."""
-    P: tl.constexpr = k.grid.ranks_per_node
     node_header = peer_base(peers, me) + node_header_at(1, parity, to, k)
-    far = to // P != me // P
+    far = to // k.grid.ranks_per_node != me // k.grid.ranks_per_node
     header = tl.where(far, node_header, to_header.to(tl.int64))
     return words(header), words(
         tl.where(far, node_header + k.header_words * 8, to_matrix.to(tl.int64))
@@ -62,7 +61,6 @@ def put_node_headers(peers, state, me, parity, hist, k: tl.constexpr):
     R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     P: tl.constexpr = k.grid.ranks_per_node
-    W: tl.constexpr = k.header_words
     mine = peer_base(peers, me)
     HIST: tl.constexpr = k.columns
     c = tl.arange(0, k.channel_bins)
@@ -70,14 +68,14 @@ def put_node_headers(peers, state, me, parity, hist, k: tl.constexpr):
         to = rank + 0
         if to // P != me // P:
             here = node_header_at(1, parity, to, k)
-            bounds = words(mine + here) + W + R + 2
+            bounds = words(mine + here) + k.header_words + R + 2
             to_rank = tl.load(hist + c * HIST + to, mask=c < C, other=0)
             to_node = tl.load(hist + c * HIST + R + to // P, mask=c < C, other=0)
             tl.store(bounds + c, (tl.cumsum(to_rank, 0) - to_rank).to(tl.int64), mask=c < C)
             tl.store(bounds + C + c, (tl.cumsum(to_node, 0) - to_node).to(tl.int64), mask=c < C)
             tl.store(bounds + 2 * C, tl.sum(to_node).to(tl.int64))
             SHORT: tl.constexpr = short_node_header_words(R, C, k.header_words)
-            LONG: tl.constexpr = node_header_words(R, P, C, W)
+            LONG: tl.constexpr = node_header_words(R, P, C, k.header_words)
             rail = to % P == me % P
             for beside in range(0, tl.where(rail, P, 0)):
                 q = beside + 0
@@ -125,16 +123,15 @@ def unpack_node_headers(mine, me, parity, plan, k: tl.constexpr):
 def note_first_forwarded(mine, parity, routing, k: tl.constexpr):
     """Where rows that this rank forwards begin at the ranks of its node, from node headers and the
     matrix."""
-    R: tl.constexpr = k.ranks
     C: tl.constexpr = k.channels
     P: tl.constexpr = k.grid.ranks_per_node
-    SHORT: tl.constexpr = short_node_header_words(R, C, k.header_words)
+    SHORT: tl.constexpr = short_node_header_words(k.ranks, C, k.header_words)
     PP: tl.constexpr = triton.next_power_of_2(P)
     me = routing.rank
     c, s, q = tl.arange(0, k.channel_bins), tl.arange(0, k.rank_bins), tl.arange(0, PP)
     home, local = me // P, num_experts_of(routing, k)
     both = (q < P)[:, None] & (c < C)[None, :]
-    for g in range(R // P):
+    for g in range(k.ranks // P):
         node = g + 0
         if node != home:
             source = node * P + me % P
@@ -166,13 +163,12 @@ def lacks_table(mine, state, parity, plan, room, k: tl.constexpr):
 @triton.jit
 def announce_call_to_all(regions, state, tag, k: tl.constexpr):
     """As ``announce_call``: near ranks by stores, the others by puts."""
-    R: tl.constexpr = k.ranks
     P: tl.constexpr = k.grid.ranks_per_node
     me, call = tl.load(words(state) + RANK).to(tl.int32), tl.load(words(state) + EPOCH)
     parity = (call % 2).to(tl.int32)
     note_call(state, tag, call)
     r = tl.arange(0, k.rank_bins)
-    near = (r < R) & (r // P == me // P)
+    near = (r < k.ranks) & (r // P == me // P)
     bases = tl.load(words(regions) + r, mask=near, other=0)
     tl.store(peer_word(bases, "tags", me, k, parity), tag + (r * 0), mask=near)
     add_release(peer_word(bases, "entered", me, k), tl.full((k.rank_bins,), 1, tl.int64), near)
@@ -181,7 +177,7 @@ def announce_call_to_all(regions, state, tag, k: tl.constexpr):
     tl.store(words(mine + here), tag)
     there = peer_word(mine, "tags", me, k, parity).to(tl.int64) - mine
     counter = peer_word(mine, "entered", me, k).to(tl.int64) - mine
-    for rank in range(R):
+    for rank in range(k.ranks):
         to = rank + 0
         if to // P != me // P:
             account = net_bytes(state, to // P, k)

@@ -33,9 +33,8 @@ from tokenyard.kernels.sync import ON_END, RANK, add_release, wait_beside, wait_
 @triton.jit
 def end_in_place(regions, state, k: tl.constexpr):
     """A worker's end."""
-    P: tl.constexpr = k.grid.ranks_per_node
     r, me = tl.arange(0, k.rank_bins), tl.load(words(state) + RANK).to(tl.int32)
-    near = (r < k.ranks) & (r // P == me // P)
+    near = (r < k.ranks) & (r // k.grid.ranks_per_node == me // k.grid.ranks_per_node)
     calls = tl.load(words(state) + DIRECT_CALLS)
     bases = tl.load(words(regions) + r, mask=near, other=0)
     dones = peer_word(bases, "dones", me, k)

@@ -61,8 +61,6 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     its staging: bytes of both are returned. ``starts [local_bins]``: of in-place buffers; ``b``:
     numbers of rows in flight."""
     P: tl.constexpr = k.grid.ranks_per_node
-    B: tl.constexpr = k.tiles.rows_summed
-    BLOCK: tl.constexpr = k.tiles.block_summed
     hidden: tl.constexpr = k.row.hidden
     ROW: tl.constexpr = hidden * k.dtype.primitive_bitwidth // 8
     q = tl.arange(0, k.grid.local_bins)
@@ -76,13 +74,13 @@ def _sum_chunk(peers, routing, starts, link, b, n, channel, k: tl.constexpr):
     ring = peer_base(peers.regions, link.peer) + there if k.grid.mapped else link.mine + here
     # chunks begin at multiples of network_ring.chunk, and so does the end of the ring
     first = link.done % k.network_ring.slots
-    for j in range(0, n, B):
+    for j in range(0, n, k.tiles.rows_summed):
         inside, row = j + b < n, link.begin + link.done + j + b
         entries = table + row.to(tl.int64)[:, None] * P + q[None, :]
         known = (inside & (row < cap))[:, None] & (q < P)[None, :]
         at = tl.load(entries, mask=known, other=-1)
-        for k0 in tl.range(0, hidden, BLOCK, num_stages=k.stages):
-            w = k0 + tl.arange(0, BLOCK)
+        for k0 in tl.range(0, hidden, k.tiles.block_summed, num_stages=k.stages):
+            w = k0 + tl.arange(0, k.tiles.block_summed)
             v = in_place_sum(rows_at, at, w, k)
             to = sums_in(ring, first + j + b, k)
             tl.store(to + w[None, :], v.to(k.dtype), mask=inside[:, None] & (w < hidden)[None, :])
@@ -102,9 +100,7 @@ def _combine_turn(peers, routing, starts, node, turn, ready, k: tl.constexpr):
     if left > 0:
         b = tl.arange(0, k.tiles.rows_summed)
         mine, home, owner = peer_base(peers.regions, me), me // P, node * P + me % P
-        link = Hop(
-            node=node, home=home, peer=owner, mine=mine, base=base, begin=lo, end=hi, done=i0
-        )
+        link = Hop(node, home, owner, mine, base, begin=lo, end=hi, done=i0)
         n = tl.minimum(left, net.chunk)
         # ring and staging are drained before the first row
         want = base + tl.maximum(i0 + n - net.slots, 0)
@@ -194,7 +190,6 @@ def _flush_signals(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr)
     """:func:`flush_signals`, and behind the same release what the reducer defers to heads of MAPPED
     network rings."""
     R: tl.constexpr = k.ranks
-    G: tl.constexpr = k.grid.nodes
     P: tl.constexpr = k.grid.ranks_per_node
     EACH: tl.constexpr = deferred_words(P)
     ROUND: tl.constexpr = tasks_of_worker(tasks, R, k.grid.workers, 0, 1)
@@ -204,7 +199,7 @@ def _flush_signals(peers, worker, channel, tasks: tl.constexpr, k: tl.constexpr)
     task, _ = dealt(worker, e // EACH, channel, tasks, k)
     r = e - N
     of_task = (e // EACH < ROUND) & (task < tasks) & (r < 0)
-    of_node = (r >= R) & (r < R + G) & (r != R + home) & (worker == 0) & k.grid.mapped
+    of_node = (r >= R) & (r < R + k.grid.nodes) & (r != R + home) & (worker == 0) & k.grid.mapped
     deferred = deferred_of(state, task, channel, e % EACH, k)
     more, moved = (deferred + 1).to(tl.int64), moved_of(state, 1, r, channel, k).to(tl.int64)
     counts = words(tl.where(r < 0, more, moved))
@@ -252,9 +247,7 @@ def two_pull_kernel(
     call = tl.load(words(state) + EPOCH)
     home = me // P
     peers = Peers(regions=regions, state=state, rank=me)
-    routing = Routing(
-        plan=plan, rank=me, num_tokens=num_tokens, num_experts=num_experts, num_rows=0
-    )
+    routing = Routing(plan, me, num_tokens, num_experts, num_rows=0)
     sums = Sums(bias0=bias0, bias1=bias1, rows=out, weights=0)
     c, worker = pid % k.channels, pid // k.channels
     TASKS: tl.constexpr = k.grid.nodes + 1
