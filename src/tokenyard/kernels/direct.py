@@ -96,13 +96,8 @@ def write_rows(
     casts: tl.constexpr, k: tl.constexpr,
 ):  # fmt: skip
     """Write each row ``index [B]`` of ``payload`` to its ``rows [B, bins]`` of the ``buffers``. All
-    of it is read once.
-
-    Args:
-        strides: of the payload.
-        count: of ranks among the bins; ``first`` of them comes first.
-        casts: rows are cast on the way, as ``k.cast`` says.
-    """
+    of it is read once. ``count`` of the bins are ranks; ``first`` of them comes first. ``casts``:
+    rows are cast on the way, as ``k.cast`` says."""
     row: tl.constexpr = k.row
     num_rows: tl.constexpr = here.shape[0]
     S: tl.constexpr = row.scale_words

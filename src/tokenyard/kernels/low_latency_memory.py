@@ -182,24 +182,28 @@ def laid_out(parts: tuple[Part, ...]) -> tuple[Any, int]:
 
 @triton.jit
 def count_of(base, parity, rank, expert, sizes: tl.constexpr):
+    """A dispatch of ``rank`` stores its count for local ``expert`` here; behind them: its tag."""
     row = (parity * sizes.ranks + rank) * (sizes.local_experts + 1)
     return words(base) + sizes.region.counts + row + expert
 
 
 @triton.jit
 def flag_of(base, parity, rank, token, sizes: tl.constexpr):
+    """Flags of slot (``rank``, ``token``), one per piece: set by who stores its row or sum."""
     slot = (parity * sizes.ranks + rank) * sizes.tokens + token
     return words(base) + sizes.region.flags + slot * PIECES
 
 
 @triton.jit
 def weight_of(base, parity, rank, token, sizes: tl.constexpr):
+    """Weights of slot (``rank``, ``token``): the token's owner stores them in a combine."""
     slot = (parity * sizes.ranks + rank) * sizes.tokens + token
     return words(base) + sizes.region.weights + slot * sizes.topk
 
 
 @triton.jit
 def slot_of(base, parity, rank, token, sizes: tl.constexpr):
+    """Address of slot (``rank``, ``token``): ``rank`` stores a row or a sum there."""
     slot = (parity * sizes.ranks + rank) * sizes.tokens + token
     return base + sizes.region.slots + slot.to(tl.int64) * sizes.slot_bytes
 
@@ -219,18 +223,21 @@ def staged_of(base, parity, rank, row, row_bytes, sizes: tl.constexpr):
 
 @triton.jit
 def arrival_of(base, parity, rank, message, sizes: tl.constexpr):
+    """The signal of a ``message`` of far ``rank``, which its put sets."""
     at = (parity * sizes.ranks + rank) * _MESSAGES + message
     return words(base) + sizes.region.arrivals + at
 
 
 @triton.jit
 def counts_out_of(base, parity, rank, expert, sizes: tl.constexpr):
+    """Counts for far ``rank``: who sends stores them, and puts them."""
     row = (parity * sizes.ranks + rank) * sizes.local_experts
     return words(base) + sizes.region.counts_out + row + expert
 
 
 @triton.jit
 def weights_out_of(base, parity, rank, row, sizes: tl.constexpr):
+    """Weights of row number ``row`` for far ``rank``: packed in a combine, then put."""
     at = ((parity * sizes.ranks + rank) * sizes.tokens + row) * sizes.topk
     return words(base) + sizes.region.weights_out + at
 
@@ -258,6 +265,7 @@ def value_in(word):
 
 @triton.jit
 def epoch_of(state, program, sizes: tl.constexpr):
+    """Calls that ``program`` has made: it stores them at its end."""
     return words(state) + sizes.state.epochs + program
 
 
@@ -276,6 +284,7 @@ def pair_of(state, part: tl.constexpr, expert, rank, sizes: tl.constexpr):
 
 @triton.jit
 def packed_count_of(state, message, rank, sizes: tl.constexpr):
+    """Pieces of a ``message`` to far ``rank`` in staging: who packs adds, who puts sets 0."""
     return words(state) + sizes.state.packed + rank * _MESSAGES + message
 
 

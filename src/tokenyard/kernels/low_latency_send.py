@@ -28,6 +28,7 @@ from tokenyard.kernels.sync import words
 
 @triton.jit
 def _picks_at(tokens, k: tl.constexpr):
+    """Picks as the caller gave them."""
     return tokens.picks.to(tl.pointer_type(tl.int64 if k.wide else tl.int32))
 
 
@@ -206,12 +207,8 @@ def _send_metadata(
     tokens, result, raw, ids, columns, goes, slots, num_tokens, t, call, k: tl.constexpr
 ):
     """Store what stands behind the payload of token ``t`` into the ``slots [rank_bins]`` to which
-    it ``goes``, and what this rank keeps of its picks.
-
-    Args:
-        raw, ids: its picks ``[topk_bins]``, as given and with -1 for those out of range.
-        columns: picks of the first ``k.counted`` tokens before.
-    """
+    it ``goes``, and what this rank keeps of its picks: ``raw [topk_bins]``, ``ids`` with -1 for
+    those out of range. ``columns``: picks of the first ``k.counted`` tokens before."""
     sizes: tl.constexpr = k.sizes
     S: tl.constexpr = k.row.scale_words
     topk: tl.constexpr = sizes.topk

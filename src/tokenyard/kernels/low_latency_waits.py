@@ -274,13 +274,9 @@ def _have_come(counts, inside, tags, here, number):
 @triton.jit
 def wait_counts(counts_at, inside, tags_at, here, ranks, waits, call, sizes: tl.constexpr):
     """Wait for counts ``[rank_bins, B]`` (``inside``) and tags ``[rank_bins]`` of the ranks
-    ``here``. Returns both, and the ranks whose words are there.
-
-    Words are valid in one call only, so nothing is acquired.
-
-    Args:
-        waits: int64 ``[R]``, to which the nanoseconds waited are added; 0: there is none.
-    """
+    ``here``. Returns both, and the ranks whose words are there. Words are valid in one call only,
+    so nothing is acquired. ``waits``: int64 ``[R]``, to which the nanoseconds waited are added; 0:
+    there is none."""
     number = call.number
     begin, stamp = now_ns(), _stamp_of(call.state, sizes)
     waited = (ranks * 0).to(tl.int64) - 1

@@ -3,26 +3,8 @@
 use the same tables: parts in their order, from whose sizes all offsets follow. ``k`` of kernels'
 functions is any struct of constants with ``ranks``, ``plan_ranks`` and ``channels``.
 
-R ranks, C channels, W words of a header, L local experts, T tokens. The symmetric region, in int64
-words:
-
-    tails    [R, C]  written by the source: rows put into my ring (source, channel), in total
-    heads    [R, C]  written by the destination: rows of mine that it has taken out of its ring
-                     (me, channel), in total
-    entered  [R]     written by the peer: data calls it has entered
-    arrivals [R]     written by the peer: its channels that have sent me their counts, in total
-    dones    [R]     written by the peer: its programs that have written all their rows of a
-                     dispatch in place, in total
-    tags     [2, R]  written by the peer: what its current data call is (by parity of the call)
-    blocks   [2, R]  written by the peer, beside its tag: where its block is in its heap that awaits
-                     rows of a cached dispatch, bytes / 256 + 1; 0: it has none
-    matrix   [2, R, R + 2]  written by the peer: how many rows it sends to each rank, for how many
-                     it has room (and above these 32 bits, of one node, ``places`` of a plan),
-                     and its tag
-    bounds   [2, R, C]  written by the peer: rows to me in its channels before this one
-    headers  [2, R, W]  written by the peer: its header for me
-
-and then one ring per (source, channel).
+The symmetric region is :func:`signal_table`, then one ring per (source, channel). Who writes and
+reads each part, and what it says: ``docs/reference/protocols.md``, Memory.
 
 The receive buffer, a region of its own for combines in place, has room for rows that come back:
 

@@ -90,13 +90,9 @@ def _end_combine(
     peers, link, turn, heads, bases, before, taken, i, end, here, there, k: tl.constexpr
 ):
     """Defer what a combiner's turn up to row ``i`` of the chunk that ends at ``end`` has moved, or
-    put it, and note its progress. Returns the rows that are left.
-
-    Args:
-        heads, bases, before, taken: of the rings ``[local_bins]``: their counters, and rows taken
-            out in earlier calls, in this one before the turn, and by now.
-        here, there: bytes of staging and network ring.
-    """
+    put it, and note its progress. Returns the rows that are left. ``heads``, ``bases``, ``before``,
+    ``taken``: of the rings ``[local_bins]``: their counters, and rows taken out in earlier calls,
+    in this one before the turn, and by now. ``here``, ``there``: bytes of staging and ring."""
     net: tl.constexpr = k.network_ring
     P: tl.constexpr = k.grid.ranks_per_node
     state, c, q = peers.state, turn.channel, tl.arange(0, k.grid.local_bins)
