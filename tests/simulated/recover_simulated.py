@@ -24,8 +24,9 @@ from nvlink_mutations import planted
 from recovering import Left, ten_good_calls
 from tokenyard import header as head
 from tokenyard.engines.ring_engine import TwolevelEngine  # bugs are planted in what is imported
+from tokenyard.kernels.call_barrier import CallBarrierConfig
 from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, signal_table, signal_words
-from tokenyard.kernels.stand_in import StandInConfig, join_call_kernel, join_plan_kernel
+from tokenyard.kernels.stand_in import join_call_kernel, join_plan_kernel
 from tokenyard.kernels.sync import STATE_WORDS
 from tokenyard.testing import Ranks, poisoned
 from tokenyard.testing.simulator import SimulatedGroup, SimulatedRank, SimulationError, simulate
@@ -245,7 +246,7 @@ def death_in_recovery(seed: int) -> list[Any]:
 
 def example() -> None:
     """What the docstring of ``kernels/stand_in.py`` says of rank 0 of three, where 1 is gone."""
-    k = StandInConfig(ranks=3, rank_bins=4, channels=2, header_words=90, writers=2)
+    k = CallBarrierConfig(ranks=3, rank_bins=4, channels=2, header_words=90, writers=2)
 
     def body(here: SimulatedRank) -> None:
         size = 8 * signal_words(3, 2, 90)

@@ -38,7 +38,7 @@ SEEDS = 40
 
 
 @triton.jit
-def brief_waits(counters, state, out, ALL: tl.constexpr, MORE: tl.constexpr):
+def brief_waits(counters, state, out, ALL: tl.constexpr):
     """Programs 0 and 1 wait, for counter 0 (ALL: and 1), until it is 5; program 2 brings it there,
     and further.
     """
@@ -48,14 +48,14 @@ def brief_waits(counters, state, out, ALL: tl.constexpr, MORE: tl.constexpr):
     elif ALL:
         r = tl.arange(0, 2)
         seen = wait_for_all(
-            words(counters) + r, tl.full((2,), 5, tl.int64), r < 2, state, 7, r + 40, MORE
+            words(counters) + r, tl.full((2,), 5, tl.int64), r < 2, state, 7, r + 40
         )
         tl.store(words(out) + p, tl.min(seen))
     else:
         tl.store(words(out) + p, wait_at_least(words(counters), 5, state, 7, 20, 40))
 
 
-def hurried(seed: int, every: bool, more: bool) -> tuple[list[int], list[int], bool]:
+def hurried(seed: int, every: bool) -> tuple[list[int], list[int], bool]:
     """What the waits returned, the status, and whether any was told to stop, if there is hardly any
     time.
     """
@@ -78,21 +78,16 @@ def hurried(seed: int, every: bool, more: bool) -> tuple[list[int], list[int], b
         state.ctypes.data,
         out.ctypes.data,
         ALL=every,
-        MORE=more,
     )
     sim.run()
     return out.tolist(), status.tolist(), bool(state[EXPIRED.value] or state[GIVEN_UP.value])
 
 
-@pytest.mark.parametrize(
-    ("every", "more"),
-    [(False, False), (True, False), (True, True)],
-    ids=["one counter", "all counters", "all counters, and how far"],
-)
-def test_who_tells_others_to_stop_says_why(every: bool, more: bool) -> None:
+@pytest.mark.parametrize("every", [False, True], ids=["one counter", "all counters"])
+def test_who_tells_others_to_stop_says_why(every: bool) -> None:
     ended, at_last = 0, 0
     for seed in range(SEEDS):
-        found, status, stopped = hurried(seed, every, more)
+        found, status, stopped = hurried(seed, every)
         if min(found) >= WANT:
             assert not stopped and not any(status), (seed, status)
             continue

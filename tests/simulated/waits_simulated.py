@@ -101,7 +101,7 @@ def timed_waits(counters, state, looks: tl.constexpr):
     if looks:
         look_for_all(words(counters) + r, wants, r < 3, state)
     else:
-        wait_for_all(words(counters) + r, wants, r < 3, state, ON_CALL_BARRIER, r, False)
+        wait_for_all(words(counters) + r, wants, r < 3, state, ON_CALL_BARRIER, r)
     wait_at_least(words(counters) + 1, 7, state, ON_ROWS, 1, 1)
     wait_at_least(words(counters) + 2, 5, state, ON_ROWS, 2, 2)
 

@@ -25,12 +25,14 @@ from tokenyard.kernels.sync import (
 
 
 class CallBarrierConfig(NamedTuple):
-    """What is known of a call without rows when its kernel is compiled."""
+    """What is known of a launch without rows when its kernel is compiled."""
 
     ranks: int
     rank_bins: int  # a power of two, not less than the ranks, and nodes if there are several
     channels: int
-    grid: Any = None  # a Grid, in engine twolevel
+    grid: Any = None  # a Grid, unless it is a stand-in
+    header_words: int = 0  # of a stand-in, as is
+    writers: int = 0  # programs of a dispatch in place
 
 
 @triton.jit
@@ -53,9 +55,7 @@ def all_in_call(regions, state, tag, k: tl.constexpr, alone=False):
     want = call + 1 + (r * 0)
     entered = peer_word(mine, "entered", r, k)
     noted = alone | (tl.program_id(0) == 0)
-    seen = wait_for_all(
-        entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, MORE=False, noted=noted
-    )
+    seen = wait_for_all(entered, want, r < k.ranks, state, ON_CALL_BARRIER, r, noted=noted)
     ok = lacking(seen, want, r < k.ranks) == 0
     if ok:
         ok = in_same_call(state, mine, call, tag, r < k.ranks, k)

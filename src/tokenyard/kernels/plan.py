@@ -294,7 +294,7 @@ def plan_kernel(
             mine = peer_base(regions, me)
             arrivals, wants = peer_word(mine, "arrivals", r, k), want + (r * 0)
             if c == VALIDATOR:
-                seen = wait_for_all(arrivals, wants, r < k.ranks, state, ON_COUNTS, r, MORE=False)
+                seen = wait_for_all(arrivals, wants, r < k.ranks, state, ON_COUNTS, r)
                 there = lacking(seen, wants, r < k.ranks) == 0
             else:  # the host must not be told of a plan that is not completed
                 there = wait_beside(arrivals, wants, r < k.ranks, state)

@@ -186,7 +186,7 @@ def _landed(state, receive_buffer, places, me, call, k: tl.constexpr):
     flags = tl.reshape(landed_of(receive_buffer, r[:, None], chunk, k), [k.rank_bins * EACH])
     chunk = tl.reshape(chunk, [k.rank_bins * EACH])
     want = call + chunk * 0
-    seen = wait_for_all(flags, want, needed, state, ON_RECEIVE_BUFFER, chunk, MORE=False, EACH=EACH)
+    seen = wait_for_all(flags, want, needed, state, ON_RECEIVE_BUFFER, chunk, EACH=EACH)
     return lacking(seen, want, needed) == 0
 
 

@@ -40,12 +40,13 @@ survivors, whose words are the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from tokenyard import header as head
+from tokenyard.kernels.call_barrier import CallBarrierConfig
 from tokenyard.kernels.names import shown_as
 from tokenyard.kernels.region import DIRECT_CALLS, EPOCH, TICKETS, call_word, peer_base, peer_word
 from tokenyard.kernels.sync import RANK, add_release, words
@@ -53,16 +54,6 @@ from tokenyard.routing import power_of_two_at_least
 
 _SAID, _ROOM = tl.constexpr(head.STATUS), tl.constexpr(head.MOST_ROWS)
 _SAID_BINS = tl.constexpr(power_of_two_at_least(head.STATUS))
-
-
-class StandInConfig(NamedTuple):
-    """What is known of a stand-in when its kernel is compiled."""
-
-    ranks: int
-    rank_bins: int  # the next power of two
-    channels: int
-    header_words: int
-    writers: int  # programs of a dispatch in place
 
 
 @triton.jit
@@ -81,7 +72,7 @@ def _raise_to(counters, want, gone):
 @triton.jit(repr=shown_as("nvlink::stand_in_plan"))
 def join_plan_kernel(regions, state, absent, header_in, tag, k: tl.constexpr):
     """Grid 1: take part in the next plan, with no tokens. ``absent``: int64 ``[ranks]``, not 0 of
-    those that are gone. ``k``: a :class:`StandInConfig`."""
+    those that are gone. ``k``: a ``CallBarrierConfig``."""
     r, gone = _absent(absent, k)
     w = tl.arange(0, _SAID_BINS)
     mine = peer_base(regions, tl.load(words(state) + RANK).to(tl.int32))
@@ -114,7 +105,7 @@ def bind_stand_ins(workspace: Any) -> tuple[Callable[..., None], ...]:
     """Compile and load the kernels, for a data launch and for a plan; none if nobody is gone."""
     if not workspace.config.absent:
         return ()
-    k = StandInConfig(
+    k = CallBarrierConfig(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         channels=workspace.tuning.channels, header_words=workspace.header_words,
         writers=workspace.direct_programs,

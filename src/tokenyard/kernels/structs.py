@@ -22,8 +22,7 @@ from tokenyard.routing import power_of_two_at_least
 
 
 class RowConstants(NamedTuple):
-    """A row on the wire. A slot of a ring is ``[payload | scales | metadata]``, each part padded to
-    16 bytes."""
+    """A row on the wire (``kernels/payload.py``)."""
 
     hidden: int  # elements of a row of the input
     words: int  # of a payload

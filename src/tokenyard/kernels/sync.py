@@ -11,8 +11,8 @@ may be the one that is used next. (The simulator checks that.)
 
 Every wait ends: after the object's timeout, or as soon as another program of this rank has given
 up. The first to give up writes what it waited for into the status words, which the host can read at
-any time, and in which data call: TAG_NOW is the tag of the
-last one that this rank has announced, HELLOS how many those are.
+any time, and in which data call: TAG_NOW is the tag of the last one that this rank has announced,
+HELLOS how many those are.
 
 A wait that does not end at its first look adds how long it took to a matrix ``[sources, phases]``
 (:func:`note_wait`), which the host can read at any time: a source's time, until it had come. WAITED
@@ -241,13 +241,10 @@ def give_up_on_one(state, phase, numbers, wants, seen, mask, EACH: tl.constexpr 
 
 
 @triton.jit
-def wait_for_all(
-    counters, wants, mask, state, phase, numbers, MORE: tl.constexpr = True,
-    EACH: tl.constexpr = 1, noted=True,
-):  # fmt: skip
+def wait_for_all(counters, wants, mask, state, phase, numbers, EACH: tl.constexpr = 1, noted=True):
     """The same for a small tensor of counters, of which ``i`` belongs to peer ``i // EACH``; see
-    :func:`lacking`. MORE: tells how far they are beyond ``wants``, for one look more. ``noted``:
-    this program is the one whose wait counts, where several wait for the same."""
+    :func:`lacking`. ``noted``: this program is the one whose wait counts, where several wait for
+    the same."""
     seen = look_at_all(counters, mask)
     if lacking(seen, wants, mask) > 0:
         begin, matrix = now_ns(), tl.load(words(state) + WAITED)
@@ -262,7 +259,7 @@ def wait_for_all(
             if short >= 0:
                 live = still_time(state, deadline)
         if live:
-            seen = look_at_all(counters, mask) if MORE else tl.maximum(seen, wants)
+            seen = tl.maximum(seen, wants)
         else:  # also if it has come since: others have been told to stop
             seen = look_at_all(counters, mask)
             if is_late(state):  # for the one that lacked then, not one that had long been there

@@ -44,6 +44,6 @@ def end_in_place(regions, state, k: tl.constexpr):
         want = (calls + 1) * tl.num_programs(0) + (r * 0)
         # this rank's workers have deadlines of their own, and know better whom they lack
         if wait_beside(dones, want, r == me, state):
-            wait_for_all(dones, want, near, state, ON_END, r, MORE=False)
+            wait_for_all(dones, want, near, state, ON_END, r)
         count_call(state)
         tl.store(words(state) + DIRECT_CALLS, calls + 1)

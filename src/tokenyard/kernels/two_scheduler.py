@@ -19,9 +19,9 @@ Nobody waits in a circle: a turn never waits, so a round ends and is published, 
 as if it had a program of its own, and for those ``docs/reference/twolevel.md`` has the argument.
 All workers are resident.
 
-A worker of whose tasks none could go on for the timeout gives up: on the first task that lacks
-something and that nobody else hands rows on to; else on the first that lacks something,
-``RELAYED_NS`` later; else (it came at the last moment) on the first that is not done.
+What a worker does of whose tasks none could go on: see A rank that dies in
+``docs/reference/twolevel.md``. If what all lacked came at the last moment, it gives up on the first
+task that is not done.
 
 ``k`` of functions here: see ``kernels/two_region.py``. ``tasks``: of a channel.
 """
