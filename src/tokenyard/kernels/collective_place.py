@@ -218,8 +218,7 @@ def _place_flat(payload, a, source, begin, used, experts, result, k: tl.constexp
     if here:
         copy_rows(
             rows_at(payload.rows, row.word_bits, a + one, k.strides.payload),
-            rows_at(result.rows, row.word_bits, to + one, row.words),
-            one == 0, row.words, k.block,
+            rows_at(result.rows, row.word_bits, to + one, row.words), one == 0, row.words, k.block,
         )  # fmt: skip
     else:
         zero_row(result, to, row, k.block)

@@ -259,9 +259,8 @@ def plan_config(
         local_bins=bins(config.most_local_experts), columns=rank_bins + experts,
         header_words=header_words, header_bins=bins(header_words),
         metadata_words=1 + topk * (1 + weighted),
-        tokens=max(1, min(32, compared, MOST_MERGED // top)), wide=wide,
-        weighted=weighted, by_expert=False, padded=False, exact=exact,
-        grid=Grid(1, ranks, 0, 0, 0, False, False, 0),
+        tokens=max(1, min(32, compared, MOST_MERGED // top)), wide=wide, weighted=weighted,
+        by_expert=False, padded=False, exact=exact, grid=Grid(1, ranks, 0, 0, 0, False, False, 0),
     )  # fmt: skip
 
 

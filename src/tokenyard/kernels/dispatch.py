@@ -240,7 +240,6 @@ def config_of(
         ranks=workspace.memory.world_size, rank_bins=workspace.rank_bins,
         plan_ranks=workspace.plan_ranks, channels=workspace.tuning.channels, row=row,
         in_memory=Strides(row.words, row.scale_words, row.metadata_words),
-        in_slot=strides_in_slots(row),
-        cast=cast_of(row_layout, mode, dtype), placing=placing,
+        in_slot=strides_in_slots(row), cast=cast_of(row_layout, mode, dtype), placing=placing,
         rows_sent=sent, rows_received=received, block=block, **more,
     )  # fmt: skip

@@ -241,8 +241,7 @@ def cast_rows(x, token, target, scales, here, row: tl.constexpr, how: tl.constex
     values, scale = cast(floats, g, row.hidden, how)
     store_cast(
         values, scale, target.words, target.stride, scales.words, scales.stride,
-        of_each(target.index, num_rows, how.groups), g, there, row.hidden, how,
-        row.scale_words,
+        of_each(target.index, num_rows, how.groups), g, there, row.hidden, how, row.scale_words,
     )  # fmt: skip
 
 

@@ -142,8 +142,7 @@ def place_metadata(
     if scale_words:
         copy_rows(
             rows_at(payload.scales, 32, batch.index, strides.scales),
-            rows_at(result.scales, 32, batch.arrival, scale_words),
-            batch.here, scale_words,
+            rows_at(result.scales, 32, batch.arrival, scale_words), batch.here, scale_words,
         )  # fmt: skip
     if how.fresh:
         unpack_flat(payload.metadata, batch, source, experts, result, strides.metadata, how)
@@ -173,8 +172,7 @@ def place_by_expert(
     if row.scale_words:
         copy_rows_to(
             rows_at(payload.scales, 32, batch.index, strides.scales),
-            rows_at(result.scales, 32, slots, row.scale_words),
-            batch.here, copies, row.scale_words,
+            rows_at(result.scales, 32, slots, row.scale_words), batch.here, copies, row.scale_words,
         )  # fmt: skip
 
 

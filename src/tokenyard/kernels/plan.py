@@ -326,9 +326,8 @@ def bind_plan(
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
     k = PlanConfig(
         ranks=ranks, plan_ranks=workspace.plan_ranks, rank_bins=workspace.rank_bins,
-        channels=channels, channel_bins=bins(channels),
-        topk=num_topk, topk_bins=top, expert_bins=workspace.expert_bins,
-        local_bins=bins(workspace.header_words - head.COUNTS),
+        channels=channels, channel_bins=bins(channels), topk=num_topk, topk_bins=top,
+        expert_bins=workspace.expert_bins, local_bins=bins(workspace.header_words - head.COUNTS),
         columns=workspace.rank_bins + workspace.expert_bins, header_words=workspace.header_words,
         header_bins=bins(workspace.header_words), metadata_words=metadata_words,
         tokens=max(1, min(32, MOST_COMPARED // top**2, together)), wide=wide, weighted=weighted,

@@ -10,9 +10,8 @@ its tasks. Example: 2 nodes of 2 ranks, token 5 of rank 0 goes to all ranks: ran
 own buffer and to rank 1's, and sends it once to rank 2, which writes it to its own buffer and to
 rank 3's.
 
-An in-place buffer is ``[rows | scales | meta]`` from three offsets; meta is read by
-``unpack_kernel`` (``kernels/direct.py``) afterwards, in stream order. Forwarders know from the plan
-where rows of a channel begin at each rank of their node (``first_forwarded``).
+In-place buffers: ``kernels/direct.py``. Forwarders know from the plan where rows of a channel begin
+at each rank of their node (``first_forwarded``).
 
 HEAP, one node: each rank awaits its rows in a block of its heap, ``[meta | scales | rows]``. The
 plan knows where the rows are and for how many there is room; there is meta for as many as any rank

@@ -31,9 +31,8 @@ Who publishes what, who may read when (``docs/reference/twolevel.md``):
 * A network sender packs a chunk of rows into staging slots, and puts them with their number onto
   ``net tail``; MAPPED: it packs them into the network ring itself, and defers the tail. The
   forwarder sees the tail (acquire), then reads the slots.
-* A forwarder stores rows to the rings of other local ranks, and defers their tails; their receivers
-  defer heads to it. Rows for its own rank it takes to their places. It returns network credits
-  behind its reads, CREDIT rows at a time and at the end.
+* A forwarder takes rows out of the network ring: ``kernels/two_forward.py``. Receivers of other
+  local ranks defer heads to it.
 * What turns defer is added once per round (``flush_signals``, release), behind the last task:
   behind all that was stored and read. The kernel ends behind another ``flush_signals``, so nothing
   is deferred between calls.
