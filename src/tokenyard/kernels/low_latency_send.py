@@ -36,7 +36,7 @@ def _picks_at(tokens, k: tl.constexpr):
 def merged_weights(topk_weights, t, merged, first, sizes: tl.constexpr):
     """Weights ``[topk_bins]`` of token ``t``'s merged picks, added in pick order."""
     k = tl.arange(0, sizes.topk_bins)
-    row = topk_weights.to(tl.pointer_type(tl.float32)) + t.to(tl.int64) * sizes.topk
+    row = floats(topk_weights) + t.to(tl.int64) * sizes.topk
     total = tl.where(merged < 0, 0.0, tl.load(row + k, mask=k < sizes.topk, other=0.0))
     if tl.max(((first != k) & (k < sizes.topk)).to(tl.int32)) > 0:
         for j in range(1, sizes.topk):
