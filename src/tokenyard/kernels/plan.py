@@ -320,7 +320,7 @@ def bind_plan(
     """Compile and load the kernel for one call signature: see ``bind_two_dispatch``. Flags are as
     in :class:`PlanConfig`. Of a launch: ``nonce`` is what the host waits for, ``most_rows`` that a
     rank may announce, ``num_rows`` that the result has room for, as ``matrix`` of
-    ``kernels/region.py`` tells it."""
+    ``docs/reference/protocols.md`` tells it."""
     bins, channels = power_of_two_at_least, workspace.tuning.channels
     top, ranks = bins(num_topk), workspace.memory.world_size
     together = (MOST_PLACED if by_expert else MOST_MERGED) // top
