@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,13 +349,10 @@ class Point(EventHandle):
     """Says who waits for it."""
 
     def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+        def wait(stream: Any = None) -> None:
+            log.append(name if stream is None else f"{stream}: {name}")
 
-    def current_stream_wait(self) -> None:
-        self.log.append(self.name)
-
-    def wait_on(self, stream: Any) -> None:
-        self.log.append(f"{stream}: {self.name}")
+        self._events = (SimpleNamespace(wait=wait),)
 
 
 def test_what_a_call_waits_for() -> None:
@@ -370,10 +368,18 @@ def test_what_a_call_waits_for() -> None:
     after.event.wait_on("comm")
     after.current_stream_wait()
     assert log == ["comm: first", "comm: second", "first", "second"]
-    _, after = elastic_calls.check_when((None, second, True, False))  # and the stream as it is now
-    assert after is not None and isinstance(after.event, elastic_calls.Both)
-    here, there = after.event._pair  # pyright: ignore[reportPrivateUsage]
-    assert type(here) is EventHandle and there is second
+
+
+def test_what_comes_before_an_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does not stand for the stream as it is now."""
+    log: list[str] = []
+    stream = SimpleNamespace(record_event=lambda: Point(log, "now")._events[0])  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    _, after = elastic_calls.check_when((None, Point(log, "second"), True, False))
+    assert after is not None
+    after.current_stream_wait()
+    assert log == ["now", "second"]
 
 
 def test_hooks_of_events() -> None:

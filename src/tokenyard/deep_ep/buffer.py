@@ -168,7 +168,7 @@ class Buffer(decode.LowLatencyState):
         self._natives.check_open()
         with DisableTorchFunction():
             later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
-            inputs.table("topk_idx", topk_idx, "[T, K]", INDEX_DTYPES)
+            inputs.array("topk_idx", topk_idx, "[T, K]", inputs.TABLE, INDEX_DTYPES)
         arguments = topk_idx, whole("num_experts", num_experts, 1, MOST_EXPERTS), self.group_size
         run = self._streams.run
         result, event = run(token_layout.layout, arguments, topk_idx, previous_event, later)
@@ -213,26 +213,28 @@ class Buffer(decode.LowLatencyState):
         """
         natives, run = self._natives.check_open(), self._streams.run
         layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
-        picks, rows = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
-        routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *rows)
+        picks, numbers = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
+        routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *numbers)
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 num_sms = check_config(config, Buffer.num_sms)
-                data, scales = inputs.check_rows(x)
-                *rows, known = normal.check_dispatch(natives, data, handle, routing, self.group)
+                rows = inputs.check_rows(x)
+                *numbers, known = normal.check_dispatch(
+                    natives, rows[0], handle, routing, self.group
+                )
         except inputs.REFUSED as error:
             raise normal.refused(natives, error, x, handle, routing) from None
         if known is not None:
             natives.last_normal = known.ep
-            given = data, scales, known
-            again, event = run(normal.redispatch, given, data, previous_event, later, known)
+            call = normal.redispatch, (rows, known), rows[0]
+            again, event = run(*call, previous_event, later, known)
             return again, None, None, None, None, event
         natives.num_sms = num_sms if Buffer._num_sms_is_set or num_sms != USUAL_SMS else None
-        experts = routing.per_expert if topk_idx is None else None
-        routed = *picks, is_token_in_rank, experts, routing.per_expert.numel()
-        arguments = natives, data, scales, *routed, *rows, num_sms
-        result, event = run(normal.dispatch, arguments, data, previous_event, later)
+        by_rank = is_token_in_rank, routing.per_expert if topk_idx is None else None
+        numbers = routing.per_expert.numel(), *numbers, num_sms
+        arguments = natives, rows, picks, by_rank, *numbers
+        result, event = run(normal.dispatch, arguments, rows[0], previous_event, later)
         return (*result, event)
 
     def combine(
@@ -330,7 +332,9 @@ class Buffer(decode.LowLatencyState):
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 mode = decode.mode_of(use_fp8, round_scale, use_ue8m0)
                 sizes = decode.check_dispatch(natives, x, topk_idx, most, num_experts)
-                waits = decode.check_stats(natives, sizes, stats, dispatch_wait_recv_cost_stats)
+                decode.check_counts(natives, sizes[1], stats, sizes[4])
+                where = "dispatch_wait_recv_cost_stats", self.rank, self.group_size
+                waits = decode.check_waits(*where, dispatch_wait_recv_cost_stats, sizes[4])
         except inputs.REFUSED as error:
             raise decode.refused(natives, error, x, topk_idx, most, num_experts) from None
         arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)

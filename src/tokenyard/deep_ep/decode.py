@@ -27,13 +27,8 @@ from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES, Layout
 MOST_PICKS = 16
 """Picks per token that the size hint leaves room for."""
 
-PADDED = Layout.EXPERT_PADDED
-
 BY_COLUMN = CallOptions(scales_by_column=True)
 """Of a dispatch that was asked for no statistics."""
-
-Rows = Any
-"""``[L, R * M, H]``, or the pair of FP8 data and scales, column-major, as DeepGEMM reads them."""
 
 Hook = Callable[[], None]
 
@@ -96,8 +91,7 @@ def check_dispatch(
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
     inputs.check_rows(x)
-    most = whole("num_max_dispatch_tokens_per_rank", max_tokens, 1)
-    experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
+    most, hidden, experts, _ = check_sizes(max_tokens, x.shape[1], num_experts)
     inputs.check_picks(topk_idx, None, x)
     inputs.check_tokens(x, "num_max_dispatch_tokens_per_rank", most)
     size = natives.world_size
@@ -107,18 +101,29 @@ def check_dispatch(
             f"local experts makes more rows than int32 counts ({LARGEST}): lower it on all ranks "
             f"alike"
         )
-    return x.shape[1], experts, topk_idx.shape[1], most, x.device
+    return hidden, experts, topk_idx.shape[1], most, x.device
 
 
-def check_stats(natives: Natives, sizes: Sizes, stats: Any, waits: Any) -> Any:
-    """Statistics of a dispatch; returns this rank's waits."""
-    rank, size, device = natives.rank, natives.world_size, sizes[4]
+def check_counts(natives: Natives, num_experts: int, stats: Any, device: torch.device) -> None:
+    """Statistics of received rows, if there are any."""
     if stats is not None:
-        bounds = expert_bounds(sizes[1], size)
-        local = bounds[rank + 1] - bounds[rank]
+        bounds = expert_bounds(num_experts, natives.world_size)
+        local = bounds[natives.rank + 1] - bounds[natives.rank]
         name = "cumulative_local_expert_recv_stats"
-        _check_stats(name, "[L]", stats, local, torch.int32, device)
-    return _checked_waits("dispatch_wait_recv_cost_stats", rank, size, waits, device)
+        inputs.array(name, stats, "[L]", (local,), (torch.int32,), device)
+        inputs.check_contiguous(name, stats)
+
+
+def check_waits(name: str, rank: int, size: int, waits: Any, device: torch.device) -> Tensor | None:
+    """This rank's part of a vector ``[R]``, or of a table ``[R, R]``."""
+    if waits is None:
+        return None
+    is_table, meaning = isinstance(waits, Tensor) and waits.dim() == 2, "[R] or [R, R]"
+    shape = (size, size) if is_table else (size,)
+    inputs.array(name, waits, meaning, shape, (torch.int64,), device)
+    mine = waits[rank] if is_table else waits
+    inputs.check_contiguous(name, mine)
+    return mine
 
 
 def check_combine(
@@ -135,20 +140,15 @@ def check_combine(
     inputs.array("topk_weights", topk_weights, "[T, K]", picks, FLOAT_DTYPES, device)
     if out is not None:
         inputs.array("out", out, "[T, H]", (tokens, config.hidden), (x.dtype,), device)
-    return _checked_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
+    return check_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
 
 
 def refused(
     natives: Natives, error: Exception, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
 ) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
-    guess = (
-        inputs.columns(x),
-        likely("num_experts", num_experts, error, MOST_EXPERTS),
-        inputs.columns(topk_idx),
-        likely("num_max_dispatch_tokens_per_rank", max_tokens, error),
-        inputs.place(x),
-    )
+    most = likely("num_max_dispatch_tokens_per_rank", max_tokens, error)
+    guess = inputs.guess(error, x, (topk_idx,), ("num_experts", num_experts), most)
     return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
 
 
@@ -161,8 +161,9 @@ def dispatch(
     stats: Tensor | None,
     waits: Tensor | None,
     hooked: bool,
-) -> tuple[Rows, Tensor, LowLatencyHandle, Hook | None]:
-    """Rows by expert, counts, the handle, and a hook, if asked for, that adds the statistics."""
+) -> tuple[Any, Tensor, LowLatencyHandle, Hook | None]:
+    """Rows by expert (of FP8 with scales by column, as DeepGEMM reads them), counts, the handle,
+    and a hook, if asked for, that adds the statistics."""
     ep = natives.low_latency(sizes)
     low = ep.engine == LOW_LATENCY
     options = BY_COLUMN if low and mode is not None else None
@@ -170,7 +171,13 @@ def dispatch(
         options = CallOptions(waits=waits, loads=stats, scales_by_column=mode is not None)
     in_two = hooked and low
     recv = ep.dispatch(
-        x, topk_idx, layout=PADDED, exact=False, quantize=mode, return_hook=in_two, options=options
+        x,
+        topk_idx,
+        layout=Layout.EXPERT_PADDED,
+        exact=False,
+        quantize=mode,
+        return_hook=in_two,
+        options=options,
     )
     seen, hook = recv, nothing_left if hooked else None
     if in_two:
@@ -180,8 +187,7 @@ def dispatch(
     if not low:  # other engines have no such options
         if stats is not None:
             stats.add_(counts)
-        if waits is not None:
-            _add_waits(ep, waits)
+        _add_waits(ep, waits)
         scales = None if scales is None else by_column(scales)
     rows = seen.x if scales is None else (seen.x, scales)
     return rows, counts, LowLatencyHandle.around(ep, seen.handle), hook
@@ -204,18 +210,11 @@ def combine(
     in_two = hooked and low
     if in_two and out is None:
         out = x.new_empty(native.num_tokens, x.shape[-1])
-    combined: Any = ep.combine(
-        x,
-        native,
-        weighted=True,
-        topk_weights=topk_weights,
-        out=out,
-        return_hook=in_two,
-        options=options,
-    )
+    how: Any = {"out": out, "return_hook": in_two, "options": options}
+    combined: Any = ep.combine(x, native, weighted=True, topk_weights=topk_weights, **how)
     if in_two and out is not None:
         return out, hook_of(experts, combined.wait)
-    if waits is not None and not low:
+    if not low:
         _add_waits(ep, waits)
     return combined, nothing_left if hooked else None
 
@@ -305,31 +304,10 @@ class LowLatencyState:
         return self._natives.all_low_latency()
 
 
-# Statistics
-
-
-def _add_waits(ep: ExpertParallel, waits: Tensor) -> None:
+def _add_waits(ep: ExpertParallel, waits: Tensor | None) -> None:
     """Add the nanoseconds that the last call waited for each rank, where an engine can tell."""
+    if waits is None:
+        return
     last = [0 if isnan(seconds) else int(seconds * 1e9) for seconds in ep.stats().last_wait]
     if any(last):
         waits.add_(torch.tensor(last, dtype=torch.int64, device="cpu").to(waits.device))
-
-
-def _checked_waits(
-    name: str, rank: int, size: int, waits: Any, device: torch.device
-) -> Tensor | None:
-    """This rank's part of a vector ``[R]``, or of a table ``[R, R]``."""
-    if waits is None:
-        return None
-    if isinstance(waits, Tensor) and waits.dim() == 2:
-        inputs.array(name, waits, "[R] or [R, R]", (size, size), (torch.int64,), device)
-        waits = waits[rank]
-    _check_stats(name, "[R] or [R, R]", waits, size, torch.int64, device)
-    return waits
-
-
-def _check_stats(
-    name: str, meaning: str, stats: Any, length: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    inputs.array(name, stats, meaning, (length,), (dtype,), device)
-    inputs.check_contiguous(name, stats)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard import autograd, gradients
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import decode, elastic_metadata, inputs, native_calls, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
@@ -45,34 +44,18 @@ class Routing(NamedTuple):
     num_qps: Any
 
 
-class Both(EventHandle):
-    __slots__ = ("_pair",)
-
-    def __init__(self, *pair: EventHandle) -> None:
-        self._event, self._pair = None, pair
-
-    def current_stream_wait(self) -> None:
-        for each in self._pair:
-            each.current_stream_wait()
-
-    def wait_on(self, stream: Any) -> None:
-        for each in self._pair:
-            each.wait_on(stream)
-
-
 def check_when(when: When) -> tuple[bool, EventOverlap | None]:
     """Whether a call is asynchronous, and what it waits for."""
     previous, before_epilogue, later, allocate = when
-    if allocate is not False and allocate is not True:
-        flag("allocate_on_comm_stream", allocate)
+    flag("allocate_on_comm_stream", allocate)
     later = flag("async_with_compute_stream", later)
     if previous is None and before_epilogue is None:
         return later, None
-    first = event_of("previous_event", previous)
+    event = event_of("previous_event", previous)
     second = event_of("previous_event_before_epilogue", before_epilogue)
-    if second is None:
-        return later, None if first is None else EventOverlap(first)
-    return later, EventOverlap(Both(first or EventHandle(), second))
+    if second is not None:
+        event = (event or EventHandle()).with_other(second)
+    return later, None if event is None else EventOverlap(event)
 
 
 def event_of(name: str, given: Any) -> EventHandle | None:
@@ -89,20 +72,17 @@ def event_of(name: str, given: Any) -> EventHandle | None:
 def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
     """Make each a bool; None means the default. ``later``: of an asynchronous call."""
     for name, value in flags.items():
-        if value is not False and value is not True and value is not None:
+        if value is not None:
             flags[name] = flag(name, value)
     if not copies_handles and flags["do_handle_copy"]:
         raise ValueError("do_handle_copy (True) must be False, as in DeepEP V2.5: clone topk_idx")
     check_deferred(flags.get("defer_epilogue"), later)
 
 
-def check_deferred(defers: Any, later: bool) -> bool:
-    """Whether a call returns its event alone."""
-    if not defers:
-        return flag("defer_epilogue", defers)
+def check_deferred(defers: Any, later: bool) -> None:
+    """Of a call that is to return its event alone."""
     if flag("defer_epilogue", defers) and not later:
         raise ValueError("defer_epilogue (True) needs async_with_compute_stream=True")
-    return True
 
 
 def check_sms(num_sms: Any, num_qps: Any) -> int:
@@ -137,9 +117,7 @@ def check_fresh(
     most = whole("num_max_tokens_per_rank", given, 1, largest, why)
     inputs.check_tokens(data, "num_max_tokens_per_rank", most)
     alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
-    if routing.stats is not None:
-        sizes = data.shape[1], experts, routing.topk_idx.shape[1], most, data.device
-        decode.check_stats(natives, sizes, routing.stats, None)
+    decode.check_counts(natives, experts, routing.stats, data.device)
     expands, exact = bool(flags["do_expand"]), flags["do_cpu_sync"] is not False
     return Shape(experts, alignment, most, num_sms, expands, exact)
 
@@ -216,21 +194,17 @@ def refused(
     natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
 ) -> Exception:
     """Tell ranks in a fresh dispatch; returns the error to raise. ``most``: their likely tokens."""
-    data = inputs.rows_of(x)
-    guess = (
-        inputs.columns(data),
-        likely("num_experts", routing.num_experts, error, MOST_EXPERTS),
-        inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights),
-        most if exact else likely("num_max_tokens_per_rank", routing.most or most, error),
-        inputs.place(data),
-    )
+    if not exact:
+        given = likely("num_max_tokens_per_rank", routing.most or most, error)
+    picks, experts = (routing.topk_idx, routing.topk_weights), ("num_experts", routing.num_experts)
+    guess = inputs.guess(error, x, picks, experts, most if exact else given)
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
 
 
 # Calls
 
 Dispatched = tuple[
-    normal.Rows, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
+    Any, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
 ]
 """Rows, ids, weights, what calls are made with, the handle around it, its copies of ids."""
 
@@ -284,13 +258,9 @@ def redispatch(
     weights: Tensor | None,
     received: ReceivedIds,
     by_column: bool,
-) -> tuple[normal.Rows, Tensor | None, Tensor | None]:
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
-    ep, native = inner.ep, inner.native
-    recv = native_calls.dispatch(ep, rows, known=native)
-    if weights is not None:
-        ids, num_rows = received.known(), native.num_rows
-        weights = gradients.weights_there(native_calls.along(inner), weights.float(), ids, num_rows)
+    recv, weights = native_calls.redispatch(inner, rows, weights, received.known())
     return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
@@ -302,16 +272,12 @@ def combine(
     changed: Changed | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and its weights, of whatever layout."""
-    native = inner.native
     if changed is not None:
         return elastic_metadata.combine(x, inner, weights, terms, changed)
-    if weights is None or native.layout is Layout.FLAT:
-        return normal.combine(x, inner, weights, terms)
-    reduce = gradients.by_arrival(weights.float(), native.plan, native.spec, None)
-    return autograd.combine(native_calls.along(inner), x, None, reduce, terms)
+    return native_calls.combine(x, inner, weights, terms)
 
 
-def _rows(recv: Received, by_column: bool) -> normal.Rows:
+def _rows(recv: Received, by_column: bool) -> Any:
     """``by_column``: scales ``[rows, S]`` so, columns a multiple of 16 bytes apart."""
     scales = recv.scales
     if scales is None or not by_column:

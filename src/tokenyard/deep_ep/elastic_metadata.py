@@ -42,12 +42,12 @@ def check_combine(
     inner, picks, metadata = handle.inner, handle.inner.ep.config.num_topk, handle.given_metadata()
     device, tokens = inner.native.plan.returns.device, handle.num_recv_tokens
     if metadata is not None:
-        tokens = inputs.length(metadata)
-        shape, meaning = (tokens, 2 + picks), "[N, 2 + K], as the dispatch left it"
+        shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
         inputs.array(_NAME, metadata, meaning, shape, INDEX_DTYPES, device, "the handle")
+        tokens = len(metadata)
     rows, meaning = tokens, "[N, H], as many as recv_src_metadata has: do_expand of the handle is 0"
     if expands:
-        rows, meaning = inputs.length(x), "[rows, H], to which recv_src_metadata points"
+        rows, meaning = None, "[rows, H], to which recv_src_metadata points"
     shape = rows, inner.ep.config.hidden
     inputs.array("x", x, meaning, shape, FLOAT_DTYPES, device, "the handle")
     if expands and metadata is not None and metadata.is_cpu:
@@ -58,7 +58,7 @@ def check_combine(
                 f"x, or -1"
             )
     if topk_weights is not None:
-        shape, meaning = ((rows,), "[rows]") if expands else ((rows, picks), "[N, K]")
+        shape, meaning = ((len(x),), "[rows]") if expands else ((len(x), picks), "[N, K]")
         inputs.array("topk_weights", topk_weights, meaning, shape, FLOAT_DTYPES, device)
     changed = Changed(handle, metadata, expands, tuple(inner.native.arrived))
     return normal.check_bias(bias, inner, device), changed

@@ -12,27 +12,33 @@ from torch import Tensor
 class EventHandle:
     """The current CUDA stream as it is now; nothing if this process does not use CUDA."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_events",)
 
     def __init__(self) -> None:
-        self._event: Any = (
-            torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        )
+        self._events: tuple[Any, ...] = ()
+        if torch.cuda.is_initialized():
+            self._events = (torch.cuda.current_stream().record_event(),)
 
     @classmethod
     def of(cls, stream: Any) -> EventHandle:
         made = cls.__new__(cls)
-        made._event = stream.record_event()
+        made._events = (stream.record_event(),)
+        return made
+
+    def with_other(self, other: EventHandle) -> EventHandle:
+        """What waits for both."""
+        made = EventHandle.__new__(EventHandle)
+        made._events = self._events + other._events
         return made
 
     def current_stream_wait(self) -> None:
         """Let the current stream wait; waiting twice is harmless."""
-        if self._event is not None:
-            self._event.wait()
+        for each in self._events:
+            each.wait()
 
     def wait_on(self, stream: Any) -> None:
-        if self._event is not None:
-            self._event.wait(stream)
+        for each in self._events:
+            each.wait(stream)
 
 
 class EventOverlap:
@@ -67,11 +73,10 @@ class EventOverlap:
             "this call was not asynchronous, so there is no event to wait for"
         )
         self.event.current_stream_wait()
-        hook, self.hook_after_wait = self.hook_after_wait, None
-        result = None if hook is None else hook()
         if release_handle:
             self.event = None
-        return result
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        return None if hook is None else hook()
 
     def wait(self) -> Any:
         """:meth:`current_stream_wait`."""

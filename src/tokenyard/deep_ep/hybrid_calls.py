@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard import gradients
 from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep import hybrid_routing as maps
 from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.hybrid_config import BufferConfig
 from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle
 from tokenyard.deep_ep.inputs import flag, whole
-from tokenyard.deep_ep.native_calls import along
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
 from tokenyard.header import DISPATCH
@@ -259,12 +257,8 @@ def _bound(static: bool, config: BufferConfig) -> int:
 
 def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
     """Rows, and weights if there are any, along a known routing."""
-    native, ep = handle.native, handle.ep
-    recv = native_calls.dispatch(ep, (given.data, given.scales), known=native)
-    weights, probs = given.weights(handle.topk_idx), None
-    if weights is not None:
-        ids, rows = native.arrived.topk_idx, native.num_rows
-        probs = gradients.weights_there(along(handle), weights, ids, rows)
+    rows, weights = (given.data, given.scales), given.weights(handle.topk_idx)
+    recv, probs = native_calls.redispatch(handle, rows, weights)
     return _dispatched(given, recv, probs, handle, waits)
 
 
@@ -292,16 +286,14 @@ def combine(
     hidden: Tensor, probs: Tensor | None, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows ``[T, H]``, and their weights at their experts ``[T, E]``."""
-    native = handle.native
-    if probs is None:
-        return handle.ep.combine(hidden, native), None
-    if isinstance(handle, PermutedHandle):
-        combined, weights = gradients.of_dispatch(along(handle), hidden, probs, None)
-    else:
-        there = maps.from_node(handle, probs)
-        summed: Any = handle.ep.combine(hidden, native, reduce_weights=there)
-        combined, weights = summed.x, summed.topk_weights
-    assert combined is not None and weights is not None
+    permuted = isinstance(handle, PermutedHandle)
+    if probs is not None and not permuted:
+        probs = maps.from_node(handle, probs)
+    combined, weights = native_calls.combine(hidden, handle, probs)
+    if weights is None:
+        return combined, None
+    if permuted:  # of an expert picked twice at both
+        weights = weights.gather(1, handle.native.plan.first_pick)
     return combined, maps.spread(handle.topk_idx, weights, (len(weights), handle.num_experts))
 
 

@@ -1,5 +1,4 @@
-"""Checks of what callers pass, in DeepEP's names: each message names the argument, the limit, the
-value and the remedy."""
+"""Checks of what callers pass, in DeepEP's names. Messages name argument, limit, value, remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.api import ExpertParallel
-from tokenyard.arguments import LARGEST, MOST_PICKS
+from tokenyard.arguments import LARGEST, MOST_EXPERTS, MOST_PICKS
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LazyTuple, of_items
 from tokenyard.dense import check_dense
@@ -24,6 +23,12 @@ from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, QUANTIZED_DTYPES
 
 REFUSED = (ValueError, TypeError, NotSupported)
 """What checks raise."""
+
+Guess = tuple[Any, Any, Any, Any, Any]
+"""Sizes of a native object (``natives.py``), as far as they can be told; None for the rest."""
+
+TABLE = (None, None)
+"""The shape of two dimensions of any size."""
 
 Known = TypeVar("Known", bound=LazyTuple)
 
@@ -124,9 +129,11 @@ def array(
     device: torch.device | None = None,
     like: str = "x",
 ) -> Tensor:
-    """A dense tensor of ``shape`` (None: no size), of ``dtypes``, on ``device`` (None: any), that
-    of ``like``."""
+    """A dense tensor of ``shape`` and ``dtypes`` (None: any size), on the device of ``like``."""
     check_dense(name, value, f" {meaning}")
+    if None in shape and value.dim() == len(shape):
+        pairs = zip(value.shape, shape, strict=True)
+        shape = tuple(size if want is None else want for size, want in pairs)
     if value.shape != shape:
         sizes = "" if None in shape else f" = {list(shape)}"
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")
@@ -153,11 +160,6 @@ def check_contiguous(name: str, value: Tensor) -> None:
         )
 
 
-def table(name: str, value: Any, meaning: str, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """A dense tensor of two dimensions, of any sizes, of ``dtypes``."""
-    return array(name, value, meaning, _like(value, None), dtypes)
-
-
 def _bare(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
@@ -170,7 +172,7 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
                 f"x is {_bare(x.dtype)} without scales: pass the pair (data [T, H], scales [T, S]) "
                 f"(ones [T, 1] if its rows have none)"
             )
-        table("x", x, "[T, H]", FLOAT_DTYPES)
+        array("x", x, "[T, H]", TABLE, FLOAT_DTYPES)
         _check_place("x", x)
         return x, None
     given: Any = x
@@ -181,22 +183,15 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
             f"{many or type(given).__name__}"
         )
     first, second = given
-    data = table("x[0]", first, "[T, H]", QUANTIZED_DTYPES)
+    data = array("x[0]", first, "[T, H]", TABLE, QUANTIZED_DTYPES)
     _check_place("x[0]", data)
-    rows, meaning = _like(second, data.shape[0]), "[T, S], a row for each of x[0]"
-    scales = array("x[1]", second, meaning, rows, SCALE_DTYPES, data.device)
+    shape, meaning = (data.shape[0], None), "[T, S], a row for each of x[0]"
+    scales = array("x[1]", second, meaning, shape, SCALE_DTYPES, data.device)
     if not scales.shape[1]:
         raise ValueError(
             f"x[1] has shape {list(scales.shape)}, but must be [T, S] with S of at least 1"
         )
     return data, scales
-
-
-def _like(value: Any, rows: int | None) -> tuple[int | None, int | None]:
-    """The shape of ``value`` if it has ``rows`` (None: any) and columns; else what it lacks."""
-    if isinstance(value, Tensor) and value.dim() == 2:
-        return value.shape[0] if rows is None else rows, value.shape[1]
-    return rows, None
 
 
 def check_tokens(x: Tensor, name: str, most: int) -> None:
@@ -213,20 +208,20 @@ def columns(value: Any) -> int | None:
     return value.shape[1] or None if isinstance(value, Tensor) and value.dim() == 2 else None
 
 
-def length(value: Any) -> int | None:
-    """Rows of a tensor; None if it has none."""
-    return len(value) if isinstance(value, Tensor) and value.dim() else None
-
-
 def place(value: Any) -> torch.device | None:
     """Where a tensor lies that can be moved."""
     return value.device if isinstance(value, Tensor) and (value.is_cpu or value.is_cuda) else None
 
 
-def rows_of(x: Any) -> Any:
-    """What ``x`` of a dispatch begins with: itself, or the first of a pair."""
+def guess(
+    error: Exception, x: Any, picks: tuple[Any, ...], experts: tuple[str, Any], most: int | None
+) -> Guess:
+    """Sizes of a dispatch that raised ``error``, from rows (a tensor or a pair), tensors of picks,
+    experts by name and value, and tokens per rank."""
     given: Any = x
-    return given[0] if isinstance(x, (tuple, list)) and x else given
+    data = given[0] if isinstance(x, (tuple, list)) and x else given
+    num_topk = next(filter(None, map(columns, picks)), None)
+    return columns(data), likely(*experts, error, MOST_EXPERTS), num_topk, most, place(data)
 
 
 def _check_place(name: str, x: Tensor) -> None:
@@ -244,9 +239,8 @@ def _check_place(name: str, x: Tensor) -> None:
 
 def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
     """Picks of the tokens of ``x``, and their weights (or None)."""
-    device, tokens = x.device, x.shape[0]
-    shape, meaning = _like(topk_idx, tokens), "[T, K], a row for each of x"
-    array("topk_idx", topk_idx, meaning, shape, INDEX_DTYPES, device)
+    shape, meaning = (x.shape[0], None), "[T, K], a row for each of x"
+    array("topk_idx", topk_idx, meaning, shape, INDEX_DTYPES, x.device)
     if not 1 <= topk_idx.shape[1] <= MOST_PICKS:
         raise ValueError(
             f"topk_idx has shape {list(topk_idx.shape)}, but must be [T, K] with K from 1 to "
@@ -254,7 +248,7 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
         )
     if topk_weights is not None:
         meaning = "[T, K], as topk_idx"
-        array("topk_weights", topk_weights, meaning, topk_idx.shape, FLOAT_DTYPES, device)
+        array("topk_weights", topk_weights, meaning, topk_idx.shape, FLOAT_DTYPES, x.device)
 
 
 def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:

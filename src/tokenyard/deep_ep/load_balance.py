@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep.elastic_calls import event_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.inputs import REFUSED, array, check_dtype, table, whole
+from tokenyard.deep_ep.inputs import REFUSED, TABLE, array, check_dtype, whole
 from tokenyard.deep_ep.lending import Domain, Message
 from tokenyard.deep_ep.runtime import memory
 from tokenyard.deep_ep.streams import Streams
@@ -215,7 +215,7 @@ class LoadBalance:
                 ("redundant_expert_grads", redundant_expert_grads),
                 ("expert_grads", expert_grads),
             ):
-                table(name, value, "float32 [experts, hidden]", (torch.float32,))
+                array(name, value, "float32 [experts, hidden]", TABLE, (torch.float32,))
             return [_pair("grads", redundant_expert_grads, expert_grads)]
 
         given = redundancy_mapping, num_sms, previous_event

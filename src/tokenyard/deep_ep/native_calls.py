@@ -1,4 +1,4 @@
-"""Native dispatches of tensors that were checked in DeepEP's words, and so no second time."""
+"""Native calls of tensors that were checked in DeepEP's words, and so no second time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenyard import autograd
 from tokenyard.api import ExpertParallel
 from tokenyard.autograd import Call
 from tokenyard.checks import check_spec
 from tokenyard.deep_ep.handles import LazyTuple
 from tokenyard.errors import NotSupported
 from tokenyard.formats import given
+from tokenyard.gradients import by_arrival, weights_there
 from tokenyard.handle import Handle, Spec
 from tokenyard.header import CACHED, DISPATCH
 from tokenyard.results import Received
 from tokenyard.rows import Payload
+from tokenyard.types import Layout
 
 Rows = tuple[Tensor, Tensor | None]
 """Data and scales."""
@@ -50,6 +53,33 @@ def dispatch(
         op = DISPATCH if known is None else CACHED
         raise calls.refuse(op, shape[1], error) from None
     return calls.dispatch(request) if known is None else calls.redispatch(request)
+
+
+def redispatch(
+    handle: LazyTuple, rows: Rows, weights: Tensor | None = None, ids: Tensor | None = None
+) -> tuple[Received, Tensor | None]:
+    """Rows along a known routing, and ``weights [T, K]`` as they come there, if there are any.
+    ``ids``: that came with rows per rank."""
+    native = handle.native
+    recv = dispatch(handle.ep, rows, known=native)
+    if weights is None:
+        return recv, None
+    received = native.arrived.topk_idx if ids is None else ids
+    return recv, weights_there(along(handle), weights.float(), received, native.num_rows)
+
+
+def combine(
+    x: Tensor, handle: LazyTuple, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of each token's rows, and of their weights if there are any, in whatever layout."""
+    ep, native = handle.ep, handle.native
+    if weights is None:
+        return ep.combine(x, native, bias=bias or None), None
+    if native.layout is Layout.FLAT:
+        combined: Any = ep.combine(x, native, reduce_weights=weights, bias=bias)
+        return combined.x, combined.topk_weights
+    reduce = by_arrival(weights.float(), native.plan, native.spec, None)
+    return autograd.combine(along(handle), x, None, reduce, bias)
 
 
 def along(handle: LazyTuple) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from itertools import cycle
 from operator import eq
@@ -18,8 +18,8 @@ from torch import Tensor
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST, check_timeout
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, kind_for, of_items
-from tokenyard.deep_ep.inputs import of_group
+from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, of_items
+from tokenyard.deep_ep.inputs import Guess, of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
 from tokenyard.header import DISAGREE, DISPATCH
@@ -54,24 +54,18 @@ num_experts, num_topk, max_tokens_per_rank, device. A plain tuple, as one is mad
 NAMES = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank", "device")
 """Of :data:`Sizes`, in errors."""
 
-Guess = tuple[Any, Any, Any, Any, Any]
-""":data:`Sizes` of a call with bad arguments, as far as they can be told; None for the rest."""
-
 
 class Turns(NamedTuple):
-    """Objects of low-latency mode, whose turn it is, and how to ask each (none with masks) which
-    rank it found silent."""
+    """Objects of low-latency mode, and whose turn it is."""
 
     objects: list[ExpertParallel]
     turns: Iterator[ExpertParallel]
-    silent: list[Callable[[], int | None]]
 
 
 class Natives:
     """The objects by :class:`Sizes`. Making one is collective, as the call that asks for it is.
 
     Attributes:
-        kind: of handles in normal mode.
         num_sms: multiprocessors that objects of normal mode made from now on may fill; None: any.
         last_normal, last_low_latency: the object of the last call in a mode.
     """
@@ -88,26 +82,23 @@ class Natives:
         """``timeout``: seconds, unless :data:`TIMEOUT_VARIABLE` says others."""
         self._timeout = timeout
         self.rank, self.world_size, self._masks = rank, world_size, masks
-        self.kind = kind_for(world_size)
         self._group = group
-        self._ring_bytes = (
-            min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES) if num_nvl_bytes else None
-        )
+        rings = min(max(num_nvl_bytes, FEWEST_RING_BYTES), RING_BYTES)
+        self._ring_bytes = rings if num_nvl_bytes else None
         self._normal: dict[Sizes, ExpertParallel] = {}
         self._counting: dict[Sizes, ExpertParallel] = {}
         self._low: dict[Sizes, Turns] = {}
         self._closed = False
-        self.num_sms: int | None = None
-        self.last_normal: ExpertParallel | None = None
-        self.last_low_latency: ExpertParallel | None = None
+
+    num_sms: int | None = None
+    last_normal: ExpertParallel | None = None
+    last_low_latency: ExpertParallel | None = None
 
     def normal(self, sizes: Sizes, bounded: bool = False) -> ExpertParallel:
         """The object of normal mode. ``bounded``: no rank brings more tokens than ``sizes`` say."""
         known = self._normal.get(sizes)
-        if known is None:
-            known = self._new_normal(self._normal, sizes, bounded)
-        self.last_normal = known
-        return known
+        self.last_normal = known or self._new_normal(self._normal, sizes, bounded)
+        return self.last_normal
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
@@ -149,20 +140,20 @@ class Natives:
         made = self._low.get(sizes)
         if made is None:
             objects = self._make_low_latency(sizes)
-            lows = [each._calls.low for each in objects]  # pyright: ignore[reportPrivateUsage]
-            silent = [low.silent_rank for low in lows if low is not None and not self._masks]
-            made = self._low[sizes] = Turns(objects, cycle(objects), silent)
-        for silent in made.silent:  # without masks nobody asks who was left out: this call tells
-            rank = silent()
+            made = self._low[sizes] = Turns(objects, cycle(objects))
+        # Without masks nobody asks who was left out: this call tells.
+        for each in () if self._masks else made.objects:
+            low = each._calls.low  # pyright: ignore[reportPrivateUsage]
+            rank = None if low is None else low.silent_rank()
             if rank is not None:
                 raise PeerTimeout(
-                    f"rank {rank} was silent for {made.objects[0].config.timeout} s in an earlier "
+                    f"rank {rank} was silent for {each.config.timeout} s in an earlier "
                     f"low-latency call, and its tokens are missing there: restart it, or go on "
                     f"without it with Buffer(enable_shrink=True)",
                     rank,
                 )
-        self.last_low_latency = ep = next(made.turns)
-        return ep
+        self.last_low_latency = next(made.turns)
+        return self.last_low_latency
 
     def all_low_latency(self) -> list[ExpertParallel]:
         return [each for made in self._low.values() for each in made.objects]
@@ -187,30 +178,25 @@ class Natives:
     def refused(
         self, error: Exception, ep: ExpertParallel | None, op: int, exact: bool = True
     ) -> Exception:
-        """Tell the ranks that are in this call on ``ep`` of an ``error``; returns the one to raise.
-
-        Without ``ep`` those of a dispatch, which make one, are told; there is no other call then.
-        """
-        if self.world_size == 1:
+        """Tell the ranks that are in this call on ``ep`` (None: those that make one for a dispatch)
+        of an ``error``; returns the one to raise."""
+        calls: Any = None if ep is None else ep._calls  # pyright: ignore[reportPrivateUsage]
+        if self.world_size == 1 or (calls is not None and calls.gone):
             return error
-        if ep is None:
-            if op == DISPATCH:
-                store = group_store(self._group)
-                assert store is not None
-                agree(store, self.rank, self.world_size, {}, str(error), 0.0)
-            return error
-        if ep._calls.gone:  # pyright: ignore[reportPrivateUsage]
-            return error
-        on_gpu = ep.device is not None and ep.device.type == "cuda"
-        with torch.cuda.device(ep.device) if on_gpu else nullcontext(), torch.no_grad():
-            known: Any = error
-            return ep._calls.refuse(op, exact, known)  # pyright: ignore[reportPrivateUsage]
+        if ep is not None:
+            on_gpu = ep.device is not None and ep.device.type == "cuda"
+            with torch.cuda.device(ep.device) if on_gpu else nullcontext(), torch.no_grad():
+                return calls.refuse(op, exact, error)
+        if op == DISPATCH:
+            store = group_store(self._group)
+            assert store is not None
+            agree(store, self.rank, self.world_size, {}, str(error), 0.0)
+        return error
 
     def refused_with(
         self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
     ) -> Exception:
-        """The same of a call with a ``handle`` of this ``kind``; if it is bad, on the last object
-        called."""
+        """The same of a call with a ``handle`` of this ``kind``; a bad one: on the last object."""
         ep = self.last_low_latency if kind is LowLatencyHandle else self.last_normal
         with suppress(ValueError):
             handle = of_items(handle)
@@ -247,10 +233,9 @@ class Natives:
                 f"({', '.join(map('{}={}'.format, NAMES, sizes))}): make one such call on every "
                 f"rank before the capture"
             )
-        engine = os.environ.get(variable, default)
+        engine, decodes = os.environ.get(variable, default), variable == LOW_LATENCY_VARIABLE
+        known = [each for each in ENGINES if decodes or each != LOW_LATENCY]
         try:
-            decodes = variable == LOW_LATENCY_VARIABLE
-            known = [each for each in ENGINES if decodes or each != LOW_LATENCY]
             if engine not in known:
                 text = f"{variable} ({engine!r}) must be one of {', '.join(map(repr, known))}"
                 raise ValueError(text)
@@ -274,12 +259,9 @@ class Natives:
 
     def _look(self, sizes: Sizes) -> None:
         """While this rank waits for others to make an object of ``sizes``: raise Mismatch if one of
-        them waits for it in a call of an older object, as each would wait for the others.
-
-        This rank refuses that call, saying what they disagree on: all raise before a row has moved,
-        and every object stays in step. Over gloo, where ranks tell each other in which call they
-        wait (``engines/failures.py``).
-        """
+        them waits for it in a call of an older object, which this rank refuses, so that all raise
+        and stay in step. Over gloo, where ranks tell in which call they wait
+        (``engines/failures.py``)."""
         low = ((each, ep) for each, made in self._low.items() for ep in made.objects)
         for theirs, ep in (*self._normal.items(), *low):
             calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
@@ -297,8 +279,7 @@ class Natives:
         self._closed = True
         for made in (*self._normal.values(), *self._counting.values(), *self.all_low_latency()):
             made.close()
-        for each in (self._normal, self._counting, self._low):
-            each.clear()
+        self._normal, self._counting, self._low = {}, {}, {}
 
 
 def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
@@ -310,8 +291,7 @@ def _nearest(made: dict[Sizes, Made], guess: Guess) -> Made | None:
 
 
 def rings_for(max_tokens: int, hidden: int, num_ranks: int) -> int:
-    """Bytes of rings of an object to which no rank brings more than ``max_tokens`` rows: more than
-    all rows of all ranks (4 bytes per channel) are of no use.
+    """Bytes of rings of an object: all rows of all ranks, 4 bytes per channel, within bounds.
 
     >>> rings_for(128, 7168, 8) >> 20, rings_for(256, 7168, 8) >> 20, rings_for(4096, 7168, 8) >> 20
     (32, 56, 128)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import inputs, native_calls
-from tokenyard.deep_ep.handles import NormalHandle, longer, num_nodes
+from tokenyard.deep_ep.handles import NormalHandle, kind_for, longer, num_nodes
 from tokenyard.deep_ep.inputs import likely, whole
+from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, DISPATCH
 from tokenyard.results import Received, rows_of_experts
@@ -23,11 +24,8 @@ MAX_TOKENS = 128
 COUNT_WORDS = 4
 """Counts travel in rows of a multiple of so many words."""
 
-Rows = Any
-"""``[N, H]``, or the pair of FP8 data and scales."""
-
-Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int], NormalHandle]
-"""What ``Buffer.dispatch`` returns, less the event."""
+Dispatched = tuple[Any, Tensor | None, Tensor | None, list[int], NormalHandle]
+"""What ``Buffer.dispatch`` returns, less the event: first rows ``[N, H]``, or FP8 and scales."""
 
 
 class Routing(NamedTuple):
@@ -50,7 +48,7 @@ class Routing(NamedTuple):
 def check_dispatch(
     natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any
 ) -> tuple[int, int, NormalHandle | None]:
-    """Look at all that routes ``data``; returns alignment, number of static rows and the handle."""
+    """Returns alignment, number of static rows and the handle."""
     alignment = whole("expert_alignment", routing.alignment, 1)
     worst = whole("num_worst_tokens", routing.worst)
     if handle is not None:
@@ -90,8 +88,7 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
     """What ``get_dispatch_layout`` returned, as far as it was given."""
     size, device = natives.world_size, data.device
     experts, in_ranks = routing.per_expert, routing.in_ranks
-    length = experts.numel() if isinstance(experts, Tensor) else None
-    inputs.array("num_tokens_per_expert", experts, "[E]", (length,), INDEX_DTYPES, device)
+    inputs.array("num_tokens_per_expert", experts, "[E]", (None,), INDEX_DTYPES, device)
     if not 1 <= experts.numel() <= MOST_EXPERTS:
         raise ValueError(
             f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to "
@@ -108,7 +105,7 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
 
 
 def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
-    """Rows, weights and bias of a combine; returns the terms of the bias."""
+    """Returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
     rows = native.num_rows + handle.more_rows
     inputs.check_rows_back("x", x, handle, rows)
@@ -119,7 +116,7 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
 
 
 def check_bias(bias: Any, handle: NormalHandle, device: torch.device) -> tuple[Tensor, ...]:
-    """What is added to the sums: nothing, a tensor or a pair of them; returns these."""
+    """Nothing, a tensor or a pair of them; returns these."""
     terms: tuple[Any, ...] = () if bias is None else (bias,)
     if isinstance(bias, (tuple, list)):
         terms = tuple(bias)  # pyright: ignore
@@ -135,17 +132,14 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
     """Tell the ranks that are in this dispatch; returns the error to raise."""
     if handle is not None:
         return natives.refused_with(error, handle, NormalHandle, CACHED)
-    size, data = natives.world_size, inputs.rows_of(x)
-    experts, picks = size, size
+    size, picks = natives.world_size, (routing.topk_idx, routing.topk_weights)
     worst = likely("num_worst_tokens", routing.worst, error, least=0)
-    if routing.given_picks:
-        given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
-        experts = likely("num_tokens_per_expert", given, error, MOST_EXPERTS)
-        picks = inputs.columns(routing.topk_idx) or inputs.columns(routing.topk_weights)
     bound = None if worst is None else worst // size or MAX_TOKENS
-    guess = inputs.columns(data), experts, picks, bound, inputs.place(data)
-    ep = natives.whom_normal(guess)
-    exact = not worst
+    given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
+    guess = inputs.guess(error, x, picks, ("num_tokens_per_expert", given), bound)
+    if not routing.given_picks:  # each rank counts as one expert
+        guess = guess[0], size, size, *guess[3:]
+    ep, exact = natives.whom_normal(guess), not worst
     if worst is None:
         exact = ep is None or ep.config.max_tokens_per_rank == MAX_TOKENS
     return natives.refused(error, ep, DISPATCH, exact)
@@ -153,12 +147,9 @@ def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Ro
 
 def dispatch(
     natives: Natives,
-    data: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor | None,
-    weights: Tensor | None,
-    in_ranks: Tensor | None,
-    per_expert: Tensor | None,
+    rows: Rows,
+    picks: tuple[Tensor | None, Tensor | None],
+    by_rank: tuple[Tensor | None, Tensor | None],
     num_experts: int,
     alignment: int,
     worst: int,
@@ -166,54 +157,47 @@ def dispatch(
 ) -> Dispatched:
     """A fresh dispatch: exact shapes, or ``worst`` rows without a word to the host.
 
-    Without ``topk_idx`` routing is known per rank only (``in_ranks``): each rank counts as one
-    expert, and the counts of the true experts (``per_expert``) travel beside.
+    Without ``picks`` (ids and weights) routing is known ``by_rank``: each rank counts as one
+    expert, and the counts of the true experts travel beside.
     """
-    size, picks = natives.world_size, topk_idx
-    if picks is None:
+    size, (topk_idx, weights), (in_ranks, per_expert) = natives.world_size, picks, by_rank
+    idx = topk_idx
+    if idx is None:
         assert in_ranks is not None
-        ranks = torch.arange(size, device=data.device).expand(in_ranks.shape)
-        picks, num_experts = torch.where(in_ranks, ranks, -1), size
+        ranks = torch.arange(size, device=in_ranks.device).expand(in_ranks.shape)
+        idx, num_experts = torch.where(in_ranks, ranks, -1), size
     # Rounded down: whatever bounds ranks give that share an object, all rows have a place.
     bound = worst // size if worst else MAX_TOKENS
-    sizes = data.shape[1], num_experts, picks.shape[1], bound, data.device
+    sizes = rows[0].shape[1], num_experts, idx.shape[1], bound, rows[0].device
     ep = natives.normal(sizes, bounded=bound != MAX_TOKENS)
-    shape = Layout.FLAT, not worst, 1, None
-    recv = native_calls.dispatch(ep, (data, scales), picks, weights, shape)
-    native = recv.handle
+    recv = native_calls.dispatch(ep, rows, idx, weights, (Layout.FLAT, not worst, 1, None))
+    native, recv_idx, recv_weights = recv.handle, recv.topk_idx, recv.topk_weights
     more = worst - native.num_rows if worst else 0
     routed = {"in_ranks": in_ranks, "topk_idx": topk_idx, "num_sms": num_sms, "more_rows": more}
-    handle: NormalHandle = natives.kind.around(ep, native, **routed)
+    handle: NormalHandle = kind_for(size).around(ep, native, **routed)
     if worst:
-        assert recv.topk_idx is not None
-        idx, weights = longer(recv.topk_idx, more, -1), recv.topk_weights
-        weights = None if weights is None else longer(weights, more)
-        return _rows(recv, more), idx, weights, [], handle
+        assert recv_idx is not None
+        recv_weights = None if recv_weights is None else longer(recv_weights, more)
+        return _rows(recv, more), longer(recv_idx, more, -1), recv_weights, [], handle
     if topk_idx is None:
         assert per_expert is not None
-        counts = aligned(_swap_counts(natives, per_expert), alignment)
-        return _rows(recv), None, None, counts, handle
-    counts = aligned(rows_of_experts(native), alignment)
-    return _rows(recv), recv.topk_idx, recv.topk_weights, counts, handle
+        counts, recv_idx = _swap_counts(natives, per_expert), None
+    else:
+        counts = rows_of_experts(native)
+    return _rows(recv), recv_idx, recv_weights, aligned(counts, alignment), handle
 
 
-def redispatch(data: Tensor, scales: Tensor | None, handle: NormalHandle) -> Rows:
-    recv = native_calls.dispatch(handle.ep, (data, scales), known=handle.native)
-    return _rows(recv, handle.more_rows)
+def redispatch(rows: Rows, handle: NormalHandle) -> Any:
+    return _rows(native_calls.redispatch(handle, rows)[0], handle.more_rows)
 
 
 def combine(
-    x: Tensor, handle: NormalHandle, topk_weights: Tensor | None, bias: Any
+    x: Tensor, handle: NormalHandle, topk_weights: Tensor | None, bias: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of each token's rows, and of their weights if there are any."""
-    native = handle.native
     if handle.more_rows:
-        x = x[: native.num_rows]
-        topk_weights = None if topk_weights is None else topk_weights[: native.num_rows]
-    if topk_weights is None:
-        return handle.ep.combine(x, native, bias=bias), None
-    combined: Any = handle.ep.combine(x, native, reduce_weights=topk_weights, bias=bias)
-    return combined.x, combined.topk_weights
+        x = x[: handle.native.num_rows]
+        topk_weights = None if topk_weights is None else topk_weights[: handle.native.num_rows]
+    return native_calls.combine(x, handle, topk_weights, bias)
 
 
 def aligned(counts: list[int], alignment: int) -> list[int]:
@@ -225,7 +209,7 @@ def aligned(counts: list[int], alignment: int) -> list[int]:
     return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
 
-def _rows(recv: Received, more: int = 0) -> Rows:
+def _rows(recv: Received, more: int = 0) -> Any:
     x = longer(recv.x, more)
     return x if recv.scales is None else (x, longer(recv.scales, more))
 
