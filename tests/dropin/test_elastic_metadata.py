@@ -248,7 +248,7 @@ def test_metadata_that_nobody_has_read(ranks: Ranks) -> None:
     sums = summed(rows, copy.copy(handle).recv_src_metadata)
     handle.do_expand = False
     assert torch.equal(buffer.combine(sums, handle)[0], wanted(world, rank))
-    assert handle.given_metadata() is None
+    assert handle.given_metadata is None
     handle.recv_src_metadata = handle.recv_src_metadata[:0]
     assert not buffer.combine(sums[:0], handle)[0].any()
     buffer.destroy()

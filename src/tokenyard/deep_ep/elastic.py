@@ -93,13 +93,13 @@ class ElasticBuffer(CoreBuffer):
         given = dict(locals())  # all of them, by name
         super().__init__(group, given | rest_of("ElasticBuffer", rest, PATIENCE))
 
-    def _settle(self, given: Mapping[str, Any]) -> None:
-        super()._settle(given)
+    def _settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if num_bytes := inputs.whole("num_cpu_bytes", given["num_cpu_bytes"], most=MOST_BYTES):
             raise NotSupported(
                 f"num_cpu_bytes ({num_bytes}) is memory for Engram, which is not offered here: "
                 f"leave it out"
             )
+        return super()._settle(given)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -194,20 +194,13 @@ class ElasticBuffer(CoreBuffer):
 
 
 _NO_COUNTERPART = {
-    "of Engram storage": ("get_engram_storage_size_hint", "engram_write", "engram_fetch"),
-    "of pipeline parallelism": ("get_pp_buffer_size_hint", "pp_set_config", "pp_send", "pp_recv"),
-    "of all-gather sessions": (
-        "get_agrs_num_max_session_bytes",
-        "get_agrs_buffer_size_hint",
-        "create_agrs_session",
-        "destroy_agrs_session",
-        "agrs_new_session",
-        "agrs_set_config",
-        "agrs_get_inplace_tensor",
-        "all_gather",
-    ),
+    "of Engram storage": "get_engram_storage_size_hint engram_write engram_fetch",
+    "of pipeline parallelism": "get_pp_buffer_size_hint pp_set_config pp_send pp_recv",
+    "of all-gather sessions": "get_agrs_num_max_session_bytes get_agrs_buffer_size_hint "
+    "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config "
+    "agrs_get_inplace_tensor all_gather",
 }
 for _what, _names in _NO_COUNTERPART.items():
-    for _name in _names:
+    for _name in _names.split():
         _why = f"{_what}, which is not offered here"
         setattr(ElasticBuffer, _name, staticmethod(missing_call(f"ElasticBuffer.{_name}", _why)))

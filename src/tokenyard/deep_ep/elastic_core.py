@@ -49,15 +49,6 @@ PATIENCE: dict[str, Any] = {
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FLAGS = (
-    "use_fp8_dispatch",
-    "deterministic",
-    "allow_hybrid_mode",
-    "allow_multiple_reduction",
-    "prefer_overlap_with_compute",
-)
-"""Arguments of a constructor that are on or off."""
-
 
 def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
     """``inspect.signature``, which frameworks ask, shows ``defaults`` instead of ``**rest``."""
@@ -112,12 +103,15 @@ class CoreBuffer:
             "max_tokens_per_rank": "num_max_tokens_per_rank",
         }
         refusal: ValueError | NotSupported | None = None
+        same: dict[str, Any] = {}
         try:
-            self._settle(given)
+            same = self._settle(given)
         except (ValueError, NotSupported) as error:
             refusal = error
+        store, place = group_store(group), (self.rank_idx, self.num_ranks)
+        assert store is not None  # there is a group
         try:
-            hosts = self._meet(str(refusal or ""))
+            _, hosts = agree(store, *place, same, str(refusal or ""), self._timeout, this_host())
         except (RuntimeError, ValueError) as error:
             in_words_of_deep_ep(error, words)
             raise
@@ -128,16 +122,18 @@ class CoreBuffer:
         self._physical, self._logical = elastic_facts.domains_of(grid, self.num_ranks, hybrid)
         self.num_rdma_ranks, self.num_nvlink_ranks = self._physical
         self.num_scaleout_ranks, self.num_scaleup_ranks = self._logical
-        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
-            self.rank_idx, self.num_scaleup_ranks
-        )
+        self.scaleout_rank_idx = self.rank_idx // self.num_scaleup_ranks
+        self.scaleup_rank_idx = self.rank_idx % self.num_scaleup_ranks
         self._streams = Streams({**words, "num_topk": "columns of topk_idx"})
         rings = self.num_bytes - self.num_bytes % elastic_facts.HINT_UNIT
         self._natives = Natives(group, self.rank_idx, self.num_ranks, rings, timeout=self._timeout)
         self.runtime: Runtime | None = Runtime(self.rank_idx, self.num_ranks, self._streams)
 
-    def _settle(self, given: Mapping[str, Any]) -> None:
-        self._timeout = 0.0  # what a rank says that refuses its own
+    _timeout = 0.0
+    """What a rank says that refuses its own."""
+
+    def _settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Check and take arguments; returns those that must be equal on all ranks."""
         tokens, hidden = (whole(n, given[n]) for n in ("num_max_tokens_per_rank", "hidden"))
         self.num_max_tokens_per_rank = tokens
         whole("num_topk", given["num_topk"], 0, MOST_PICKS)
@@ -151,15 +147,13 @@ class CoreBuffer:
                 f"num_bytes (None), num_max_tokens_per_rank ({tokens}) and hidden ({hidden}): give "
                 f"num_bytes, or both of the others"
             )
-        for name in FLAGS:
-            setattr(self, name, flag(name, given[name]))
-        # Sizes first: bytes that follow from them are not what a caller gave.
-        self._same = {
-            "num_max_tokens_per_rank": tokens,
-            "hidden": hidden,
-            "num_bytes": self.num_bytes,
-            "allow_hybrid_mode": self.allow_hybrid_mode,
-        }
+        self.use_fp8_dispatch = flag("use_fp8_dispatch", given["use_fp8_dispatch"])
+        self.deterministic = flag("deterministic", given["deterministic"])
+        self.allow_hybrid_mode = flag("allow_hybrid_mode", given["allow_hybrid_mode"])
+        name = "allow_multiple_reduction"
+        self.allow_multiple_reduction = flag(name, given[name])
+        name = "prefer_overlap_with_compute"
+        self.prefer_overlap_with_compute = flag(name, given[name])
         self.explicitly_destroy = flag("explicitly_destroy", given["explicitly_destroy"])
         if given["sl_idx"] is not None:
             whole("sl_idx", given["sl_idx"])
@@ -167,19 +161,13 @@ class CoreBuffer:
         self.num_allocated_qps = whole("num_allocated_qps", given["num_allocated_qps"]) or default
         names = "num_cpu_timeout_secs", "num_gpu_timeout_secs"
         self._timeout = timeout_of(max(whole(n, given[n], 1, int(LONGEST)) for n in names))
-
-    allow_hybrid_mode: bool
-    allow_multiple_reduction: bool
-    prefer_overlap_with_compute: bool
-    deterministic: bool
-
-    def _meet(self, refusal: str) -> list[str]:
-        """Collective: agree on what must be the same, and learn every rank's host."""
-        store = group_store(self.group)
-        assert store is not None  # there is a group
-        same = {} if refusal else self._same
-        place = self.rank_idx, self.num_ranks
-        return agree(store, *place, same, refusal, self._timeout, this_host())[1]
+        # Sizes first: bytes that follow from them are not what a caller gave.
+        return {
+            "num_max_tokens_per_rank": tokens,
+            "hidden": hidden,
+            "num_bytes": self.num_bytes,
+            "allow_hybrid_mode": self.allow_hybrid_mode,
+        }
 
     def destroy(self) -> None:
         """Finish outstanding calls and let go of connections and memory. Again does nothing."""
@@ -242,15 +230,14 @@ class CoreBuffer:
             rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s; 0: 50, 450, 200 and 50
                 (``EPBuffer``: 180 and 45).
         """
-        experts, picks = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
+        sizes = elastic_facts.check_gate(num_experts, num_topk, num_scaleout_topk)
         given = rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs
-        rates = elastic_facts.check_rates(given, self._estimate.rates)
-        return self._num_sms(experts, picks, rates)
+        return self._num_sms(*sizes, elastic_facts.check_rates(given, self._estimate.rates))
 
     def _num_sms(self, experts: int, picks: int, rates: tuple[float, ...]) -> int:
-        domains, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
+        place, overlaps = (self._physical, self._logical), self.prefer_overlap_with_compute
         how = rates, overlaps, self._estimate
-        return elastic_facts.theoretical_num_sms(experts, picks, *domains, *how)
+        return elastic_facts.theoretical_num_sms(experts, picks, *place, *how)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs that DeepEP takes for ``num_sms``; here nothing takes any."""
@@ -279,7 +266,7 @@ class CoreBuffer:
     def _dispatch(
         self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
     ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
-        natives = self._natives.check_open()
+        natives, most = self._natives.check_open(), self.num_max_tokens_per_rank
         shape: Shape | None = None
         known: CoreHandle | None = None
         try:
@@ -288,13 +275,16 @@ class CoreBuffer:
                 elastic_calls.check_flags(flags, later, self._copies_handles)
                 rows = inputs.check_rows(x)
                 if handle is None:
-                    most = self.num_max_tokens_per_rank
                     shape = elastic_calls.check_fresh(natives, rows[0], routing, most, flags)
                 else:
                     given = handle, self._kind, rows[0], routing, flags
                     known = elastic_calls.check_cached(*given, self.group)
         except inputs.REFUSED as error:
-            raise self._refused(error, x, handle, routing, flags) from None
+            if handle is not None:
+                raise self._refused(error, handle, CACHED) from None
+            exact = flags["do_cpu_sync"] is not False
+            given = error, x, routing, exact, most or MAX_TOKENS
+            raise elastic_calls.refused(natives, *given) from None
         run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
         if known is not None:
             inner = known.inner
@@ -306,27 +296,15 @@ class CoreBuffer:
         experts, picks = shape.num_experts, routing.topk_idx.shape[1]
         num_sms = shape.num_sms or self._num_sms(experts, picks, self._estimate.rates)
         shape = shape._replace(num_sms=num_sms + num_sms % self._sms_together)
-        tokens = self._object_tokens() if shape.do_cpu_sync else shape.num_max_tokens_per_rank
+        # exact shapes do not use the bound of their object
+        tokens = (most or MAX_TOKENS) if shape.do_cpu_sync else shape.num_max_tokens_per_rank
         made = self._kind, flags["do_handle_copy"], self.num_scaleup_ranks
         call = natives, tokens, rows, routing, shape, by_column, made
         result, event = run(elastic_calls.dispatch, call, rows[0], after, later)
         received, recv_idx, weights, _, handle, _ = result
         return received, recv_idx, weights, handle, event
 
-    def _object_tokens(self) -> int:
-        """Of the native object for exact shapes, which do not use it."""
-        return self.num_max_tokens_per_rank or MAX_TOKENS
-
-    def _refused(
-        self, error: Exception, x: Any, handle: Any, routing: Routing, flags: dict[str, Any]
-    ) -> Exception:
-        if handle is not None:
-            return self._refused_known(error, handle, CACHED)
-        exact = flags["do_cpu_sync"] is not False
-        most = self._object_tokens()
-        return elastic_calls.refused(self._natives, error, x, routing, exact, most)
-
-    def _refused_known(self, error: Exception, handle: Any, op: int) -> Exception:
+    def _refused(self, error: Exception, handle: Any, op: int) -> Exception:
         """Of a call with a handle, whose object other ranks call if it is one of this kind."""
         inner = handle.inner if isinstance(handle, self._kind) else None
         return self._natives.refused_with(error, inner, NormalHandle, op)
@@ -350,7 +328,7 @@ class CoreBuffer:
                 elastic_calls.check_handle(handle, self._kind, self.group)
                 terms, changed = elastic_calls.check_combine(x, handle, topk_weights, bias)
         except inputs.REFUSED as error:
-            raise self._refused_known(error, handle, COMBINE) from None
+            raise self._refused(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
         given = x, inner, topk_weights, terms, changed

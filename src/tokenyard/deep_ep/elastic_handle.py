@@ -1,5 +1,4 @@
-"""``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves. Tensors are worked out when somebody
-reads them: reading asks nobody."""
+"""``EPHandle``: what a dispatch of DeepEP's V2 buffers leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +55,8 @@ class ReceivedIds(NamedTuple):
 class CoreHandle:
     """T tokens dispatched, K picks of each, N tokens received (each once), L local experts, R
     ranks, M ``num_max_tokens_per_rank``. Without ``do_cpu_sync`` N is R * M, and rows behind
-    ``psum_num_recv_tokens_per_scaleup_rank[-1]`` are unspecified.
+    ``psum_num_recv_tokens_per_scaleup_rank[-1]`` are unspecified. Tensors are worked out when
+    somebody reads them: reading asks nobody.
 
     Good for any number of calls, in any order, on any buffer of its generation and group, until
     the buffer that made it is destroyed.
@@ -70,11 +70,16 @@ class CoreHandle:
         received: the ids that arrived.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         was_expanded: ``do_expand`` of the dispatch, whatever it was changed to.
+        given_metadata: what a caller has read or put there; None: nothing yet.
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
 
     source: ClassVar[str]
     token_metadata_at_forward = channel_linked_list = None
+    given_metadata: Any = None
+    _as_made: tuple[Tensor, int] | None = None
+    """The metadata that were read, and their version."""
+    _captured = False
 
     def __init__(
         self,
@@ -84,25 +89,16 @@ class CoreHandle:
         num_scaleup_ranks: int,
         received: ReceivedIds,
     ) -> None:
-        self.received = received
-        self.inner, self._exact, self._scaleup = inner, shape.do_cpu_sync, num_scaleup_ranks
+        self.inner, self.received, self._topk_idx = inner, received, topk_idx
+        self._exact, self._scaleup = shape.do_cpu_sync, num_scaleup_ranks
         self.do_expand = self.was_expanded = shape.do_expand
-        self.num_experts = shape.num_experts
-        self._metadata: Any = None
-        self._as_made: tuple[Tensor, int] | None = None  # and its version
-        self._captured = False
-        self.expert_alignment, self.num_sms = shape.expert_alignment, shape.num_sms
+        self.num_experts, self.num_sms = shape.num_experts, shape.num_sms
+        self.expert_alignment = shape.expert_alignment
         self.num_max_tokens_per_rank = shape.num_max_tokens_per_rank
-        self._topk_idx = topk_idx
 
     def ids(self) -> Tensor:
         """Ids of the dispatch ``[T, K]``, or a copy of them."""
         return self._topk_idx
-
-    @property
-    def topk_idx(self) -> Tensor:
-        """Ids of the dispatch ``[T, K]``, or a copy of them."""
-        return self.ids()
 
     # What the host knows
 
@@ -126,8 +122,7 @@ class CoreHandle:
         """Rows with ``do_expand``: all, aligned; the most there can be without ``do_cpu_sync``."""
         if self._exact:
             return sum(self.num_recv_tokens_per_expert_list)
-        config = self.inner.ep.config
-        picks = config.num_topk, config.most_local_experts
+        picks = self.inner.ep.config.num_topk, self.inner.ep.config.most_local_experts
         return most_rows(self.num_recv_tokens, *picks, self.expert_alignment)
 
     def note_capture(self) -> None:
@@ -135,10 +130,6 @@ class CoreHandle:
         self._captured = True
         self.psum_num_recv_tokens_per_scaleup_rank  # noqa: B018
         self.psum_num_recv_tokens_per_expert  # noqa: B018
-
-    def _is_capturing(self) -> bool:
-        on_gpu = self.inner.native.plan.returns.is_cuda
-        return on_gpu and torch.cuda.is_current_stream_capturing()
 
     # Tensors
 
@@ -166,10 +157,9 @@ class CoreHandle:
         if self.was_expanded:
             offsets = self._native().arrived.expert_offsets
             return offsets[:-1] + counts
-        if self.expert_alignment > 1:
-            last = self.expert_alignment - 1
-            counts = (counts + last).div(self.expert_alignment, rounding_mode="floor")
-            counts = counts * self.expert_alignment
+        unit = self.expert_alignment
+        if unit > 1:
+            counts = (counts + unit - 1).div(unit, rounding_mode="floor") * unit
         return counts.cumsum(0, dtype=torch.int32)
 
     @cached_property
@@ -182,43 +172,38 @@ class CoreHandle:
         """Of each received token: int32 ``[N, 2 + K]``. Its global index (source rank * M + token);
         source rank * K + its first pick of a local expert; with ``do_expand`` the row of each pick,
         -1 for none (else -1)."""
-        if self._metadata is not None:
-            return self._metadata
+        if self.given_metadata is not None:
+            return self.given_metadata
         made = self.metadata_as_made()
-        if self._captured == self._is_capturing():  # else it is of one replay, or is not yet
-            self._metadata, self._as_made = made, (made, version_of(made))
+        captures = made.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._captured == captures:  # else it is of one replay, or is not yet
+            self.given_metadata, self._as_made = made, (made, version_of(made))
         return made
 
     @recv_src_metadata.setter
     def recv_src_metadata(self, given: Any) -> None:
-        self._metadata = given
+        self.given_metadata = given
 
     def as_dispatched(self, expands: bool) -> bool:
         """Whether rows can only come back as the dispatch brought them. ``expands``: what
         ``do_expand`` is now. With it whoever has read ``recv_src_metadata`` may have changed it, in
         kernels that no one sees."""
-        if self._metadata is None or expands is not self.was_expanded:
+        given = self.given_metadata
+        if given is None or expands is not self.was_expanded:
             return expands is self.was_expanded
         if self.was_expanded or self._as_made is None:
             return False
-        (made, version), given = self._as_made, self._metadata
+        made, version = self._as_made
         same = same_elements(given, made) and version_of(given) == version == version_of(made)
         return same and version >= 0
-
-    def given_metadata(self) -> Any:
-        """What a caller has read or put there; None: nothing yet."""
-        return self._metadata
 
     def metadata_as_made(self) -> Tensor:
         """``recv_src_metadata`` as the dispatch left it."""
         source, picks, rows = self._arrived
-        rank = torch.where(source < 0, -1, source >> 32)
-        num_picks = self.inner.ep.config.num_topk
-        token = rank * self.num_max_tokens_per_rank + (source & (_RANK - 1))
-        nobody = source < 0
-        columns = torch.stack([token, rank * num_picks + picks], 1).masked_fill_(
-            nobody[:, None], -1
-        )
+        rank, token = source >> 32, source & (_RANK - 1)
+        first = rank * self.num_max_tokens_per_rank + token
+        second = rank * self.inner.ep.config.num_topk + picks
+        columns = torch.stack([first, second], 1).masked_fill_(source[:, None] < 0, -1)
         return torch.cat([columns, rows], 1).to(torch.int32)
 
     @cached_property
@@ -242,12 +227,6 @@ class CoreHandle:
             here = torch.cuda.current_stream(native.arrived.source.device)
             keep_for((*native.plan, *native.arrived), here)
         return native
-
-    @property
-    def num_arrived(self) -> int:
-        """Rows that came, each token once, and room for more with static shapes."""
-        native = self.inner.native
-        return len(native.plan.slots) if self.was_expanded else native.num_rows
 
     def places(self) -> Tensor | None:
         """Which of these each row of ``recv_src_metadata`` is about; None: they are in order."""

@@ -21,13 +21,8 @@ _NOBODY = torch.iinfo(torch.int64).max
 
 
 class Changed(NamedTuple):
-    """What a ``handle`` says when combine is called.
-
-    Attributes:
-        metadata: that a caller has read or put there; None: nobody has, so it is as made.
-        expands: what ``do_expand`` is now.
-        arrived: tensors of the native handle, of which metadata are made.
-    """
+    """What a ``handle`` says when combine is called: metadata that a caller has read or put there
+    (None: as made), and ``do_expand``. ``arrived``: tensors of which metadata are made."""
 
     handle: CoreHandle
     metadata: Tensor | None
@@ -39,7 +34,7 @@ def check_combine(
     x: Any, handle: CoreHandle, expands: bool, topk_weights: Any, bias: Any
 ) -> tuple[tuple[Tensor, ...], Changed]:
     """Rows, weights and bias of a combine; returns the terms of the bias, and what was changed."""
-    inner, picks, metadata = handle.inner, handle.inner.ep.config.num_topk, handle.given_metadata()
+    inner, picks, metadata = handle.inner, handle.inner.ep.config.num_topk, handle.given_metadata
     device, tokens = inner.native.plan.returns.device, handle.num_recv_tokens
     if metadata is not None:
         shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
@@ -79,7 +74,8 @@ def combine(
     others.
     """
     handle, metadata, expands, _ = changed
-    made, places, arrived = handle.metadata_as_made(), handle.places(), handle.num_arrived
+    made, places, native = handle.metadata_as_made(), handle.places(), inner.native
+    arrived = len(native.plan.slots) if handle.was_expanded else native.num_rows
     metadata = made if metadata is None else metadata
     source = metadata[:, 0].long().contiguous()
     keys = torch.cat([made[:, 0].long(), source.new_full((1,), -1)])

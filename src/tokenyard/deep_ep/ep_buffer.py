@@ -64,6 +64,8 @@ class EPHandle(CoreHandle):
             raise ValueError("topk_idx was modified while its EPHandle is in use: clone it before")
         return self._topk_idx
 
+    topk_idx = property(ids)
+
 
 class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
     """Dispatch and combine with the names of DeepEP V2.5, on any group of any size, CPU and CUDA
@@ -103,9 +105,9 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
         super().__init__(group, given | rest_of("EPBuffer", rest, PATIENCE))
         self._open_load_balance(lb_allocation_plan_or_num_bytes)
 
-    def _settle(self, given: Mapping[str, Any]) -> None:
-        super()._settle(given)
+    def _settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
         self.check_plan(given["lb_allocation_plan_or_num_bytes"])
+        return super()._settle(given)
 
     def barrier(
         self, wait_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
