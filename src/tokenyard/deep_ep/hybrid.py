@@ -1,8 +1,8 @@
-"""DeepEP's ``HybridEPBuffer`` (branch ``hybrid-ep``) on native objects, as Megatron-LM, torchtitan
-and NeMo Automodel call it."""
+"""DeepEP's ``HybridEPBuffer`` (branch ``hybrid-ep``) on native objects."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
-from tokenyard.arguments import MOST_EXPERTS
+from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import hybrid_calls as calls
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.hybrid_config import BufferConfig, changed, check_old, ranks_per_node, sms
-from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle, indices_to_map
+from tokenyard.deep_ep.chunks import MOST_SMS
+from tokenyard.deep_ep.handles import RANKS_PER_NODE
+from tokenyard.deep_ep.hybrid_routing import (
+    USUAL_SMS,
+    BufferConfig,
+    HybridHandle,
+    PermutedHandle,
+    indices_to_map,
+)
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
@@ -23,9 +30,18 @@ from tokenyard.header import CACHED, COMBINE
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
-OTHER = {"num_dispatched_tokens": "", "use_host_meta": "", "num_of_tokens_per_rank": ""}
-"""Arguments of other versions of the branch. The second is the reverse of ``non_blocking``; the
-last is what ranks with fewer tokens are padded to, which nobody is here."""
+FLAGS = ("use_mnnvl", "use_shared_buffer", "load_cached_kernels", "enable_custom_allgather")
+"""Options of the constructor, in one version of the branch or another, that change nothing here."""
+
+PERMUTE = "num_sms_permute_api"
+"""Another, a number."""
+
+NODE = ("num_of_ranks_per_nvlink_domain", "num_of_hybrid_ep_ranks_per_nvlink_domain")
+"""Names of the ranks of a node, in older and newer versions."""
+
+TOKENS, LOCAL_EXPERTS = "max_num_of_tokens_per_rank", "num_of_experts_per_rank"
+_NAMES = {"num_local_experts": LOCAL_EXPERTS, "num_of_tokens_per_rank": TOKENS}
+"""Of the config, by older ones."""
 
 
 class HybridEPBuffer:
@@ -68,12 +84,15 @@ class HybridEPBuffer:
         num_blocks_unpermute: int | None = None,
         **old: Any,
     ) -> None:
-        check_old(old)
+        inputs.check_fork("HybridEPBuffer", old, dict.fromkeys((*FLAGS, *NODE, PERMUTE), ""))
+        _sms(PERMUTE, old.get(PERMUTE))
+        for name in FLAGS:
+            flag(name, old.get(name))
         inputs.check_group(group)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
-        sms("num_blocks_permute", num_blocks_permute)
-        sms("num_blocks_unpermute", num_blocks_unpermute)
-        per_node, most = ranks_per_node(old, self.group_size), max_num_of_tokens_per_rank
+        _sms("num_blocks_permute", num_blocks_permute)
+        _sms("num_blocks_unpermute", num_blocks_unpermute)
+        per_node, most = _ranks_per_node(old, self.group_size), max_num_of_tokens_per_rank
         config = BufferConfig(
             whole("hidden_dim", hidden_dim, 1),
             whole("max_num_of_tokens_per_rank", most),
@@ -81,9 +100,9 @@ class HybridEPBuffer:
             per_node,
             self.group_size // per_node,
             flag("use_fp8", use_fp8),
-            sms("num_sms_dispatch_api", num_sms_dispatch_api),
-            sms("num_sms_combine_api", num_sms_combine_api),
-            sms("num_sms_preprocessing_api", num_sms_preprocessing_api),
+            _sms("num_sms_dispatch_api", num_sms_dispatch_api),
+            _sms("num_sms_combine_api", num_sms_combine_api),
+            _sms("num_sms_preprocessing_api", num_sms_preprocessing_api),
         )
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = per_node
         self.local_rank, self.node_rank = self.rank % per_node, self.rank // per_node
@@ -104,9 +123,18 @@ class HybridEPBuffer:
         """The config with what is ``given``. The bound ``max_num_of_tokens_per_rank`` (or
         ``num_of_tokens_per_rank``) only grows, and stays so; names of kernels' options are ignored.
         """
-        made = changed(self.config, given)
-        self.config.max_num_of_tokens_per_rank = made.max_num_of_tokens_per_rank
-        return made
+        names, most = {each.name for each in fields(BufferConfig)}, {LOCAL_EXPERTS: MOST_EXPERTS}
+        said = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+        ours = {
+            name: flag(name, value)
+            if name == "use_fp8"
+            else whole(name, value, most=most.get(name, LARGEST))
+            for name, value in said.items()
+            if name in names
+        }
+        tokens = max(ours.pop(TOKENS, 0), self.config.max_num_of_tokens_per_rank)
+        self.config.max_num_of_tokens_per_rank = tokens
+        return replace(self.config, **ours)
 
     # With permutation
 
@@ -153,15 +181,9 @@ class HybridEPBuffer:
         routing = calls.Routing(
             routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
         )
-        try:
-            non_blocking = _waiting(old, non_blocking)
-            flag("use_fp8", use_fp8)
-            flag("fuse_permute_dispatch", fuse_permute_dispatch)
-            shape = calls.check_shape(True, pad_multiple, num_permuted_tokens, non_blocking)
-        except inputs.REFUSED as error:
-            raise self._refused(error, hidden, None, routing, handle) from None
-        given = hidden, scaling_factor, shape, routing
-        return self._dispatch(*given, handle, not non_blocking)
+        flags = {"use_fp8": use_fp8, "fuse_permute_dispatch": fuse_permute_dispatch}
+        asked = calls.Asked(pad_multiple, num_permuted_tokens, non_blocking, flags, old)
+        return self._dispatch(hidden, scaling_factor, asked, routing, handle)
 
     def combine_with_unpermute(
         self,
@@ -187,13 +209,10 @@ class HybridEPBuffer:
             ``[T, H]`` in the dtype of ``hidden``; float32 ``[T, E]``, 0 where a token has no row,
                 or None.
         """
-        try:
-            _waiting(old, non_blocking)
-            flag("non_blocking", non_blocking)
-            flag("fuse_unpermute_combine", fuse_unpermute_combine)
-        except inputs.REFUSED as error:
-            raise self._natives.refused_with(error, handle, HybridHandle, COMBINE) from None
-        return self._combine(hidden, probs, handle, pad_multiple, PermutedHandle)
+        flags = {"non_blocking": non_blocking, "fuse_unpermute_combine": fuse_unpermute_combine}
+        flags["use_host_meta"] = old.pop("use_host_meta", None)  # counts are known
+        asked = calls.Asked(pad_multiple, None, False, flags, old)
+        return self._combine(hidden, probs, handle, asked)
 
     # Without
 
@@ -223,86 +242,72 @@ class HybridEPBuffer:
                 node]``, 0 but in this rank's columns, or None. Their scales or None. The handle.
         """
         routing = calls.Routing(routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
-        given = hidden, scaling_factor, calls.Shape(False), routing
-        return self._dispatch(*given, handle, True)
+        return self._dispatch(hidden, scaling_factor, None, routing, handle)
 
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`combine_with_unpermute`, of ``probs`` and rows as of :meth:`dispatch`."""
-        return self._combine(hidden, probs, handle, None, HybridHandle)
+        return self._combine(hidden, probs, handle, None)
 
-    # Both
+    # Both: ``asked`` of a call with permutation
 
     def _dispatch(
         self,
         hidden: Any,
         scales: Any,
-        shape: calls.Shape,
+        asked: calls.Asked | None,
         routing: calls.Routing,
         handle: Any,
-        waits: bool,
     ) -> Any:
-        natives, kind = self._natives, PermutedHandle if shape.permuted else HybridHandle
-        known: Any = None
+        natives, config, known, shape = self._natives, self.config, None, None
         try:
             with DisableTorchFunction():
+                shape = calls.FLAT if asked is None else calls.check_shape(asked)
                 if handle is None:
-                    given = calls.check_dispatch(
-                        natives, hidden, scales, shape, routing, self.config
-                    )
+                    given = calls.check_dispatch(natives, hidden, scales, shape, routing, config)
                 else:
-                    known = _checked(handle, kind, self.group)
+                    known = calls.check_handle(handle, shape.kind, self.group)
                     given = calls.check_again(hidden, scales, shape, routing, known)
         except inputs.REFUSED as error:
-            raise self._refused(error, hidden, shape, routing, handle) from None
-        run, like = self._streams.run, given.data
+            if handle is not None:
+                raise natives.refused_with(error, handle, HybridHandle, CACHED) from None
+            raise calls.refused(natives, error, hidden, shape, routing, config) from None
+        run, like = self._streams.run, given.rows[0]
         if known is None:
-            arguments = natives, given, self.config, waits
-            return run(calls.dispatch, arguments, like, None, False)[0]
+            return run(calls.dispatch, (natives, given, config), like, None, False)[0]
         natives.last_normal = known.ep
-        return run(calls.redispatch, (given, known, waits), like, None, False, known)[0]
+        return run(calls.redispatch, (given, known), like, None, False, known)[0]
 
     def _combine(
-        self, hidden: Any, probs: Any, handle: Any, pad_multiple: Any, kind: type[HybridHandle]
+        self, hidden: Any, probs: Any, handle: Any, asked: calls.Asked | None
     ) -> tuple[Tensor, Tensor | None]:
         natives = self._natives
         try:
             with DisableTorchFunction():
-                known = _checked(handle, kind, self.group)
-                rows, weights = calls.check_combine(hidden, probs, pad_multiple, known)
+                shape = calls.FLAT if asked is None else calls.check_shape(asked)
+                known = calls.check_handle(handle, shape.kind, self.group)
+                arguments = *calls.check_combine(hidden, probs, shape, known), known
         except inputs.REFUSED as error:
             raise natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         natives.last_normal = known.ep
-        run, arguments = self._streams.run, (rows, weights, known)
-        return run(calls.combine, arguments, rows, None, False, known)[0]
-
-    def _refused(
-        self,
-        error: Exception,
-        hidden: Any,
-        shape: calls.Shape | None,
-        routing: calls.Routing,
-        handle: Any,
-    ) -> Exception:
-        if handle is not None:
-            return self._natives.refused_with(error, handle, HybridHandle, CACHED)
-        return calls.refused(self._natives, error, hidden, shape, routing, self.config)
+        return self._streams.run(calls.combine, arguments, hidden, None, False, known)[0]
 
 
-def _checked(handle: Any, kind: type[HybridHandle], group: Any) -> Any:
-    """A handle of the very ``kind``: one kind is a special case of the other."""
-    known = inputs.check_handle(handle, kind, group)
-    if type(known) is not kind:
+def _ranks_per_node(given: dict[str, Any], num_ranks: int) -> int:
+    """Of the options ``given``, or 8 if that divides the ranks, or all."""
+    asked = next((given[name] for name in NODE if given.get(name) is not None), None)
+    if asked is None:
+        return RANKS_PER_NODE if num_ranks % RANKS_PER_NODE == 0 else num_ranks
+    number = whole("num_of_ranks_per_nvlink_domain", asked, 1)
+    if num_ranks % number:
         raise ValueError(
-            f"handle is of {known.source}, but this call takes that of {kind.source}: use "
-            f"combine_with_unpermute(), or dispatch()"
+            f"num_of_ranks_per_nvlink_domain ({number}) must divide the {num_ranks} ranks of the "
+            f"group: leave it out, as nodes change nothing here"
         )
-    return known
+    return number
 
 
-def _waiting(old: dict[str, Any], non_blocking: Any) -> Any:
-    """``non_blocking``, or what an ``old`` argument says instead."""
-    inputs.check_fork("HybridEPBuffer's call", old, OTHER)
-    told = old.get("use_host_meta")
-    return non_blocking if told is None else not flag("use_host_meta", told)
+def _sms(name: str, value: Any) -> int:
+    """Multiprocessors or blocks, echoed: engines take what they need. None: DeepEP's choice."""
+    return USUAL_SMS if value is None else whole(name, value, 0, MOST_SMS * 64)

@@ -10,8 +10,7 @@ from torch import Tensor
 from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep import hybrid_routing as maps
 from tokenyard.deep_ep import inputs, native_calls
-from tokenyard.deep_ep.hybrid_config import BufferConfig
-from tokenyard.deep_ep.hybrid_routing import HybridHandle, PermutedHandle
+from tokenyard.deep_ep.hybrid_routing import BufferConfig, HybridHandle, PermutedHandle
 from tokenyard.deep_ep.inputs import flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
@@ -36,17 +35,32 @@ class Routing(NamedTuple):
     per_rank: Any
 
 
-class Shape(NamedTuple):
-    """How rows are asked for. ``rows``: static shapes, so many of them."""
+class Asked(NamedTuple):
+    """Of a call with permutation, as given. ``flags`` change nothing; ``old``: of other versions of
+    the branch."""
 
-    permuted: bool
+    pad_multiple: Any
+    num_rows: Any
+    non_blocking: Any
+    flags: dict[str, Any]
+    old: dict[str, Any]
+
+
+class Shape(NamedTuple):
+    """How rows are asked for. ``rows``: static shapes, so many of them; ``waits``: the host wants
+    their counts."""
+
+    kind: type[HybridHandle]
     alignment: int = 1
     rows: int | None = None
+    waits: bool = True
+
+
+FLAT = Shape(HybridHandle)
 
 
 class Given(NamedTuple):
-    data: Tensor
-    scales: Tensor | None
+    rows: native_calls.Rows
     as_bytes: bool
     shape: Shape
     num_experts: int
@@ -57,51 +71,71 @@ class Given(NamedTuple):
         probs = self.routing.probs
         if self.routing.routing_map is None and self.routing.topk_weights is not None:
             given = self.routing.topk_idx, self.routing.topk_weights
-            probs = maps.indices_to_map(*given, self.data.shape[0], self.num_experts)[1]
+            probs = maps.indices_to_map(*given, self.rows[0].shape[0], self.num_experts)[1]
         return None if probs is None else maps.weights_of(probs, topk_idx)
 
 
 # Checks
 
+OTHER = {"num_dispatched_tokens": "", "use_host_meta": "", "num_of_tokens_per_rank": ""}
+"""Arguments of other versions of the branch. The second is the reverse of ``non_blocking``; the
+last is what ranks with fewer tokens are padded to, which nobody is here."""
 
-def check_shape(permuted: bool, pad_multiple: Any, num_rows: Any, non_blocking: Any) -> Shape:
-    padding = 0 if pad_multiple is None else pad_multiple
+
+def check_shape(asked: Asked) -> Shape:
+    inputs.check_fork("HybridEPBuffer's call", asked.old, OTHER)
+    told, num_rows = asked.old.get("use_host_meta"), asked.num_rows
+    waits = flag("use_host_meta", told)
+    if told is None:
+        waits = not flag("non_blocking", asked.non_blocking)
+    for name, value in asked.flags.items():
+        flag(name, value)
+    padding = 0 if asked.pad_multiple is None else asked.pad_multiple
     alignment = max(whole("pad_multiple", padding, 0, MOST_ALIGNMENT), 1)
-    waits = not flag("non_blocking", non_blocking)
     if num_rows is None:
         if not waits:
             raise ValueError(
                 "num_permuted_tokens is missing: with non_blocking=True the host does not learn "
                 "how many rows come, so pass the most that may"
             )
-        return Shape(permuted, alignment)
-    number = num_rows
+        return Shape(PermutedHandle, alignment)
     if isinstance(num_rows, Tensor) and num_rows.numel() == 1 and not num_rows.is_floating_point():
-        number = int(num_rows)
-    rows = whole("num_permuted_tokens", number, 0, LARGEST)
+        num_rows = int(num_rows)
+    rows = whole("num_permuted_tokens", num_rows, 0, LARGEST)
     if not waits and rows % alignment:
         raise ValueError(
             f"num_permuted_tokens ({rows}) must be a multiple of pad_multiple ({alignment}) with "
             f"non_blocking=True: round it up"
         )
-    return Shape(permuted, alignment, rows)
+    return Shape(PermutedHandle, alignment, rows, waits)
+
+
+def check_handle(handle: Any, kind: type[HybridHandle], group: Any) -> HybridHandle:
+    """A handle of the very ``kind``: one kind is a special case of the other."""
+    known = inputs.check_handle(handle, kind, group)
+    if type(known) is not kind:
+        raise ValueError(
+            f"handle is of {known.source}, but this call takes that of {kind.source}: use "
+            f"combine_with_unpermute(), or dispatch()"
+        )
+    return known
 
 
 def check_dispatch(
     natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
 ) -> Given:
-    data, scales, as_bytes = _rows(hidden, scales)
-    experts = _check_routing(natives, data, routing, config)
-    tokens, most = data.shape[0], config.max_num_of_tokens_per_rank
+    rows, as_bytes = _rows(hidden, scales)
+    experts = _check_routing(natives, rows[0], routing, config)
+    tokens, most = rows[0].shape[0], config.max_num_of_tokens_per_rank
     if shape.rows is not None and tokens > most:
         raise ValueError(
             f"hidden has {tokens} tokens, but max_num_of_tokens_per_rank is {most}, which bounds "
             f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks alike"
         )
-    return Given(data, scales, as_bytes, shape, experts, routing)
+    return Given(rows, as_bytes, shape, experts, routing)
 
 
-def _rows(hidden: Any, scales: Any) -> tuple[Tensor, Tensor | None, bool]:
+def _rows(hidden: Any, scales: Any) -> tuple[native_calls.Rows, bool]:
     """:func:`inputs.check_rows` in HybridEP's names; and whether the rows came as bytes."""
     given = hidden
     as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
@@ -115,7 +149,7 @@ def _rows(hidden: Any, scales: Any) -> tuple[Tensor, Tensor | None, bool]:
             )
         given = given, scales
     try:
-        return *inputs.check_rows(given), as_bytes
+        return inputs.check_rows(given), as_bytes
     except ValueError as error:
         text = str(error).replace("x[0]", "hidden").replace("x[1]", "scaling_factor")
         raise ValueError(f"hidden{text[1:]}" if text.startswith("x ") else text) from None
@@ -157,7 +191,8 @@ def check_again(
     hidden: Any, scales: Any, shape: Shape, routing: Routing, handle: HybridHandle
 ) -> Given:
     """A dispatch along the routing of a ``handle``."""
-    data, scales, as_bytes = _rows(hidden, scales)
+    rows, as_bytes = _rows(hidden, scales)
+    data = rows[0]
     inputs.check_rows_again("hidden", data, handle)
     _check_same(shape, handle)
     if routing.probs is not None:
@@ -165,7 +200,7 @@ def check_again(
         inputs.array("probs", routing.probs, "[T, E]", known, FLOAT_DTYPES, data.device, "hidden")
     if routing.topk_idx is not None:
         inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-    return Given(data, scales, as_bytes, shape, handle.num_experts, routing)
+    return Given(rows, as_bytes, shape, handle.num_experts, routing)
 
 
 def _check_same(shape: Shape, handle: HybridHandle) -> None:
@@ -184,22 +219,19 @@ def _check_same(shape: Shape, handle: HybridHandle) -> None:
 
 
 def check_combine(
-    hidden: Any, probs: Any, pad_multiple: Any, handle: HybridHandle
+    hidden: Any, probs: Any, shape: Shape, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
-    rows, permuted = handle.native.num_rows, isinstance(handle, PermutedHandle)
+    rows = handle.native.num_rows
     inputs.check_rows_back("hidden", hidden, handle, rows)
-    if pad_multiple is not None:
-        _check_same(check_shape(True, pad_multiple, None, False), handle)
+    _check_same(shape, handle)
     if probs is None:
         return hidden, None
-    width = handle.config.num_of_experts_per_rank * handle.config.num_of_ranks_per_node
-    meaning = "[N], of the rows" if permuted else "[N, experts of the node]"
-    known = (rows,) if permuted else (rows, width)
+    known, meaning = (rows,), "[N], of the rows"
+    if shape.kind is HybridHandle:
+        width = handle.config.num_of_experts_per_rank * handle.config.num_of_ranks_per_node
+        known, meaning = (rows, width), "[N, experts of the node]"
     inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, hidden.device, "hidden")
     return hidden, probs.float()
-
-
-# Refusals: the ranks that are in the call learn why
 
 
 def refused(
@@ -222,77 +254,68 @@ def refused(
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, not static)
 
 
-# Calls
-
-
-Dispatched = tuple[Any, ...]
-"""What a dispatch returns, with permutation or without."""
-
-
-def dispatch(natives: Natives, given: Given, config: BufferConfig, waits: bool) -> Dispatched:
-    """A fresh dispatch. ``waits``: counts are wanted on the host."""
-    data, shape, experts = given.data, given.shape, given.num_experts
-    topk_idx = given.routing.topk_idx
-    if given.routing.routing_map is not None:
-        table = given.routing.routing_map
-        top = experts if shape.rows is not None else _agreed_picks(natives, table)
-        topk_idx = maps.picks_of(table, min(top, experts))
-    static = shape.rows is not None
-    bound, picks = _bound(static, config), topk_idx.shape[1]
-    ep = natives.normal((data.shape[1], experts, picks, bound, data.device))
-    layout = Layout.EXPERT_MAJOR if shape.permuted else Layout.FLAT
-    wanted = layout, not static, shape.alignment, shape.rows
-    rows = data, given.scales
-    recv = native_calls.dispatch(ep, rows, topk_idx, given.weights(topk_idx), wanted)
-    kind = PermutedHandle if shape.permuted else HybridHandle
-    handle = kind.around(ep, recv.handle, topk_idx=topk_idx, config=config)
-    probs = recv.row_weights if shape.permuted else recv.topk_weights
-    return _dispatched(given, recv, probs, handle, waits)
-
-
 def _bound(static: bool, config: BufferConfig) -> int:
     """Of tokens, which exact shapes do not use."""
     return max(config.max_num_of_tokens_per_rank, 1) if static else MAX_TOKENS
 
 
-def redispatch(given: Given, handle: HybridHandle, waits: bool) -> Dispatched:
+# Calls
+
+
+def dispatch(natives: Natives, given: Given, config: BufferConfig) -> tuple[Any, ...]:
+    data, shape, experts = given.rows[0], given.shape, given.num_experts
+    topk_idx, table, static = (
+        given.routing.topk_idx,
+        given.routing.routing_map,
+        shape.rows is not None,
+    )
+    if table is not None:
+        top = experts if static else _agreed_picks(natives, table)
+        topk_idx = maps.picks_of(table, min(top, experts))
+    sizes = data.shape[1], experts, topk_idx.shape[1], _bound(static, config), data.device
+    ep = natives.normal(sizes)
+    layout = Layout.FLAT if shape.kind is HybridHandle else Layout.EXPERT_MAJOR
+    wanted = layout, not static, shape.alignment, shape.rows
+    recv = native_calls.dispatch(ep, given.rows, topk_idx, given.weights(topk_idx), wanted)
+    handle = shape.kind.around(ep, recv.handle, topk_idx=topk_idx, config=config)
+    probs = recv.topk_weights if layout is Layout.FLAT else recv.row_weights
+    return _dispatched(given, recv, probs, handle)
+
+
+def redispatch(given: Given, handle: HybridHandle) -> tuple[Any, ...]:
     """Rows, and weights if there are any, along a known routing."""
-    rows, weights = (given.data, given.scales), given.weights(handle.topk_idx)
-    recv, probs = native_calls.redispatch(handle, rows, weights)
-    return _dispatched(given, recv, probs, handle, waits)
+    recv, probs = native_calls.redispatch(handle, given.rows, given.weights(handle.topk_idx))
+    return _dispatched(given, recv, probs, handle)
 
 
 def _dispatched(
-    given: Given, recv: Received, probs: Tensor | None, handle: HybridHandle, waits: bool
-) -> Dispatched:
-    rows = recv.x.view(torch.uint8) if given.as_bytes else recv.x
-    if not isinstance(handle, PermutedHandle):
+    given: Given, recv: Received, probs: Tensor | None, handle: HybridHandle
+) -> tuple[Any, ...]:
+    """What a dispatch returns, with permutation or without."""
+    rows, native = recv.x.view(torch.uint8) if given.as_bytes else recv.x, handle.native
+    if given.shape.kind is HybridHandle:
         there = None if probs is None else maps.to_node(handle, probs)
         return rows, there, recv.scales, handle
-    return rows, probs, recv.scales, _padded_counts(handle, waits), handle
-
-
-def _padded_counts(handle: HybridHandle, waits: bool) -> Tensor:
-    """Rows of each expert's block: int32 ``[L]``, on the CPU if the host waits."""
-    native = handle.native
     if native.spec.exact:
         counts = aligned(rows_of_experts(native), native.spec.expert_alignment)
-        return torch.tensor(counts, dtype=torch.int32, device="cpu")
-    counts = native.arrived.expert_offsets.diff()
-    return counts.cpu() if waits else counts
+        padded = torch.tensor(counts, dtype=torch.int32, device="cpu")
+    else:
+        padded = native.arrived.expert_offsets.diff()
+        padded = padded.cpu() if given.shape.waits else padded
+    return rows, probs, recv.scales, padded, handle
 
 
 def combine(
     hidden: Tensor, probs: Tensor | None, handle: HybridHandle
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows ``[T, H]``, and their weights at their experts ``[T, E]``."""
-    permuted = isinstance(handle, PermutedHandle)
-    if probs is not None and not permuted:
+    flat = handle.native.layout is Layout.FLAT
+    if probs is not None and flat:
         probs = maps.from_node(handle, probs)
     combined, weights = native_calls.combine(hidden, handle, probs)
     if weights is None:
         return combined, None
-    if permuted:  # of an expert picked twice at both
+    if not flat:  # of an expert picked twice at both
         weights = weights.gather(1, handle.native.plan.first_pick)
     return combined, maps.spread(handle.topk_idx, weights, (len(weights), handle.num_experts))
 

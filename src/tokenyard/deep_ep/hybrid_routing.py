@@ -1,13 +1,34 @@
-"""HybridEP's routing: maps of tokens and experts, where native calls take picks; its handles."""
+"""HybridEP's routing: maps of tokens and experts, where native calls take picks; its handles, and
+the config that these hold."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tokenyard.deep_ep.handles import LazyTuple
-from tokenyard.deep_ep.hybrid_config import BufferConfig
 from tokenyard.types import Layout
+
+USUAL_SMS = 32
+"""What DeepEP's kernels take of one node's multiprocessors."""
+
+
+@dataclass
+class BufferConfig:
+    """Sizes. All but ``max_num_of_tokens_per_rank`` (static shapes) and the experts are echoed."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    use_fp8: bool = False
+    num_of_blocks_dispatch_api: int = USUAL_SMS
+    num_of_blocks_combine_api: int = USUAL_SMS
+    num_of_blocks_preprocessing_api: int = USUAL_SMS
+    pad_multiple: int = 0
 
 
 def indices_to_map(
