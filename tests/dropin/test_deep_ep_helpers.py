@@ -20,7 +20,6 @@ from deep_ep_world import from_fp8, to_fp8
 from tokenyard.deep_ep.helpers import (
     arithmetic,
     benchmarking,
-    caching,
     communication,
     environment,
     missing,
@@ -93,7 +92,7 @@ def test_caching() -> None:
     calls: list[tuple[Any, int]] = []
 
     class Holder:
-        @caching.weak_lru(maxsize=None)
+        @arithmetic.weak_lru(maxsize=None)
         def twice(self, key: int) -> int:
             calls.append((id(self), key))
             return 2 * key
@@ -105,7 +104,7 @@ def test_caching() -> None:
     del first
     gc.collect()
     assert gone() is None
-    assert (caching.value_or(None, 5), caching.value_or(0, 5)) == (5, 0)
+    assert (arithmetic.value_or(None, 5), arithmetic.value_or(0, 5)) == (5, 0)
 
 
 def test_times_and_bytes(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.elastic_calls import Routing
+from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
@@ -157,12 +157,7 @@ class ElasticBuffer(CoreBuffer):
                 None; the handle; the event (None in it unless ``async_with_compute_stream``).
         """
         flags = rest_of("dispatch", flags, DISPATCH_FLAGS)
-        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
-        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
-        routing = Routing(*picks, *sizes, num_sms, num_qps)
-        later = async_with_compute_stream, allocate_on_comm_stream
-        when = previous_event, previous_event_before_epilogue, *later
-        return self._dispatch(x, handle, routing, when, flags)
+        return self._dispatch(Asked(**locals()))
 
     def combine(
         self,
@@ -188,9 +183,7 @@ class ElasticBuffer(CoreBuffer):
         Returns:
             ``[T, H]`` in the dtype of ``x``; ``[T, K]`` float32 or None; the event.
         """
-        later = async_with_compute_stream, allocate_on_comm_stream
-        when = previous_event, previous_event_before_epilogue, *later
-        return self._combine(x, handle, topk_weights, bias, (num_sms, num_qps), when)
+        return self._combine(Asked(**locals()))
 
 
 _NO_COUNTERPART = {

@@ -3,8 +3,8 @@ then what is exchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,26 +26,13 @@ from tokenyard.types import FLOAT_DTYPES, Layout
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
-When = tuple[Any, Any, Any, Any]
-"""``previous_event, previous_event_before_epilogue, async_with_compute_stream,
-allocate_on_comm_stream`` as given."""
+Asked = SimpleNamespace
+"""The arguments of a call, by name, as given."""
 
 
-class Routing(NamedTuple):
-    """What a dispatch was given besides rows, a handle and flags."""
-
-    topk_idx: Any
-    topk_weights: Any
-    stats: Any
-    num_experts: Any
-    most: Any
-    alignment: Any
-    num_sms: Any
-    num_qps: Any
-
-
-def check_when(when: When) -> tuple[bool, EventOverlap | None]:
-    """Whether a call is asynchronous, and what it waits for."""
+def check_when(when: tuple[Any, Any, Any, Any]) -> tuple[bool, EventOverlap | None]:
+    """Whether a call is asynchronous, and what it waits for. ``when``: ``previous_event,
+    previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream``."""
     previous, before_epilogue, later, allocate = when
     flag("allocate_on_comm_stream", allocate)
     later = flag("async_with_compute_stream", later)
@@ -85,29 +72,28 @@ def check_deferred(defers: Any, later: bool) -> None:
         raise ValueError("defer_epilogue (True) needs async_with_compute_stream=True")
 
 
-def check_sms(num_sms: Any, num_qps: Any) -> int:
+def check_sms(asked: Asked) -> int:
     """Multiprocessors of a call, 0 for the default; queue pairs change nothing."""
-    whole("num_qps", num_qps)
-    return whole("num_sms", num_sms, 0, MOST_SMS)
+    whole("num_qps", asked.num_qps)
+    return whole("num_sms", asked.num_sms, 0, MOST_SMS)
 
 
-def check_fresh(
-    natives: Natives, data: Tensor, routing: Routing, most: int, flags: Mapping[str, Any]
-) -> Shape:
+def check_fresh(natives: Natives, data: Tensor, asked: Asked, most: int) -> Shape:
     """Look at all that routes ``data``. ``most``: tokens per rank, if the call does not say."""
-    num_sms = check_sms(routing.num_sms, routing.num_qps)
-    if routing.topk_idx is None:
+    num_sms = check_sms(asked)
+    if asked.topk_idx is None:
         raise ValueError(
             "topk_idx is missing: pass it (and topk_weights, if there are any), or handle= of an "
             "earlier dispatch"
         )
-    inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-    if routing.num_experts is None:
+    inputs.check_picks(asked.topk_idx, asked.topk_weights, data)
+    if asked.num_experts is None:
         raise ValueError(
             "num_experts is missing: pass it, or handle= of an earlier dispatch, which knows it"
         )
-    experts = whole("num_experts", routing.num_experts, 1, MOST_EXPERTS)
-    given = most or None if routing.most is None else routing.most
+    experts = whole("num_experts", asked.num_experts, 1, MOST_EXPERTS)
+    given = asked.num_max_tokens_per_rank
+    given = most or None if given is None else given
     if given is None:
         raise ValueError(
             "num_max_tokens_per_rank is missing: pass it here or to the constructor, the same on "
@@ -116,40 +102,31 @@ def check_fresh(
     largest, why = LARGEST // natives.world_size, ": handles number tokens of all ranks in int32"
     most = whole("num_max_tokens_per_rank", given, 1, largest, why)
     inputs.check_tokens(data, "num_max_tokens_per_rank", most)
-    alignment = 1 if routing.alignment is None else whole("expert_alignment", routing.alignment, 1)
-    decode.check_counts(natives, experts, routing.stats, data.device)
-    expands, exact = bool(flags["do_expand"]), flags["do_cpu_sync"] is not False
+    alignment = 1 if asked.expert_alignment is None else asked.expert_alignment
+    alignment = whole("expert_alignment", alignment, 1)
+    decode.check_counts(natives, experts, asked.cumulative_local_expert_recv_stats, data.device)
+    expands, exact = bool(asked.flags["do_expand"]), asked.flags["do_cpu_sync"] is not False
     return Shape(experts, alignment, most, num_sms, expands, exact)
 
 
-def check_cached(
-    handle: Any,
-    kind: type[CoreHandle],
-    data: Tensor,
-    routing: Routing,
-    flags: Mapping[str, Any],
-    group: Any,
-) -> CoreHandle:
-    """A cached dispatch: its routing from a ``handle`` of this ``kind``, perhaps new weights."""
-    if routing.topk_idx is not None:
+def check_cached(kind: type[CoreHandle], data: Tensor, asked: Asked, group: Any) -> CoreHandle:
+    """A cached dispatch: its routing from a handle of this ``kind``, perhaps new weights."""
+    handle, flags = asked.handle, asked.flags
+    if asked.topk_idx is not None:
         raise ValueError(
             "topk_idx given together with handle: leave it out, the handle knows the routing"
         )
     check_handle(handle, kind, group)
-    check_sms(routing.num_sms, routing.num_qps)
-    for name, given in (
-        ("num_experts", routing.num_experts),
-        ("expert_alignment", routing.alignment),
-        ("num_max_tokens_per_rank", routing.most),
-    ):
-        known = getattr(handle, name)
+    check_sms(asked)
+    for name in ("num_experts", "expert_alignment", "num_max_tokens_per_rank"):
+        given, known = getattr(asked, name), getattr(handle, name)
         if given is not None and whole(name, given, 1) != known:
             raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
     inputs.check_rows_again("x", data, handle.inner)
-    if routing.topk_weights is not None:
+    if asked.topk_weights is not None:
         picks = data.shape[0], handle.inner.ep.config.num_topk
         meaning = "[T, K], as the topk_idx of the handle"
-        array("topk_weights", routing.topk_weights, meaning, picks, FLOAT_DTYPES, data.device)
+        array("topk_weights", asked.topk_weights, meaning, picks, FLOAT_DTYPES, data.device)
     if flags["do_cpu_sync"]:
         raise ValueError(
             "do_cpu_sync (True) cannot be had with a handle, whose counts are known: leave it out"
@@ -190,14 +167,14 @@ def check_combine(
 # Of a rank that refuses its arguments
 
 
-def refused(
-    natives: Natives, error: Exception, x: Any, routing: Routing, exact: bool, most: int
-) -> Exception:
+def refused(natives: Natives, error: Exception, asked: Asked, exact: bool, most: int) -> Exception:
     """Tell ranks in a fresh dispatch; returns the error to raise. ``most``: their likely tokens."""
+    tokens: int | None = most
     if not exact:
-        given = likely("num_max_tokens_per_rank", routing.most or most, error)
-    picks, experts = (routing.topk_idx, routing.topk_weights), ("num_experts", routing.num_experts)
-    guess = inputs.guess(error, x, picks, experts, most if exact else given)
+        tokens = asked.num_max_tokens_per_rank or most
+        tokens = likely("num_max_tokens_per_rank", tokens, error)
+    picks, experts = (asked.topk_idx, asked.topk_weights), ("num_experts", asked.num_experts)
+    guess = inputs.guess(error, asked.x, picks, experts, tokens)
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, exact)
 
 
@@ -213,7 +190,8 @@ def dispatch(
     natives: Natives,
     object_tokens: int,
     rows: Rows,
-    routing: Routing,
+    picks: tuple[Tensor, Tensor | None],
+    stats: Tensor | None,
     shape: Shape,
     by_column: bool,
     made: tuple[type[CoreHandle], bool, int],
@@ -221,7 +199,7 @@ def dispatch(
     """A fresh dispatch. ``object_tokens``: ``max_tokens_per_rank`` of the native object;
     ``by_column``: lay received scales so; ``made`` of the handle: its class, whether to copy ids,
     scale-up ranks."""
-    data, topk_idx, exact = rows[0], routing.topk_idx, shape.do_cpu_sync
+    data, (topk_idx, weights), exact = rows[0], picks, shape.do_cpu_sync
     num_topk, bounded = topk_idx.shape[1], object_tokens == shape.num_max_tokens_per_rank
     sizes = data.shape[1], shape.num_experts, num_topk, object_tokens, data.device
     ep = natives.normal(sizes, bounded)
@@ -232,9 +210,9 @@ def dispatch(
             tokens, local = ep.config.padded_rows, ep.config.most_local_experts
             capacity = most_rows(tokens, num_topk, local, alignment)
     wanted = layout, exact, alignment, capacity
-    recv = native_calls.dispatch(ep, rows, topk_idx, routing.topk_weights, wanted)
-    if routing.stats is not None:
-        routing.stats.add_(recv.tokens_per_expert)
+    recv = native_calls.dispatch(ep, rows, topk_idx, weights, wanted)
+    if stats is not None:
+        stats.add_(recv.tokens_per_expert)
     kind, copies, scaleup = made
     kept = topk_idx.clone() if copies else topk_idx
     native = recv.handle

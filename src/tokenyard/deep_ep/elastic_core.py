@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
 from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
-from tokenyard.deep_ep.elastic_calls import Routing, When
+from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
@@ -263,74 +263,89 @@ class CoreBuffer:
         if syncs:
             torch.cuda.synchronize()
 
-    def _dispatch(
-        self, x: Any, handle: Any, routing: Routing, when: When, flags: dict[str, Any]
-    ) -> tuple[Any, Tensor | None, Tensor | None, Any, EventOverlap]:
+    def _dispatch(self, asked: Asked) -> Any:
         natives, most = self._natives.check_open(), self.num_max_tokens_per_rank
+        handle, flags = asked.handle, asked.flags
         shape: Shape | None = None
         known: CoreHandle | None = None
         try:
             with DisableTorchFunction():
-                later, after = elastic_calls.check_when(when)
+                later, after = elastic_calls.check_when(_when(asked))
                 elastic_calls.check_flags(flags, later, self._copies_handles)
-                rows = inputs.check_rows(x)
+                rows = inputs.check_rows(asked.x)
                 if handle is None:
-                    shape = elastic_calls.check_fresh(natives, rows[0], routing, most, flags)
+                    shape = elastic_calls.check_fresh(natives, rows[0], asked, most)
                 else:
-                    given = handle, self._kind, rows[0], routing, flags
-                    known = elastic_calls.check_cached(*given, self.group)
+                    known = elastic_calls.check_cached(self._kind, rows[0], asked, self.group)
         except inputs.REFUSED as error:
             if handle is not None:
                 raise self._refused(error, handle, CACHED) from None
             exact = flags["do_cpu_sync"] is not False
-            given = error, x, routing, exact, most or MAX_TOKENS
-            raise elastic_calls.refused(natives, *given) from None
+            raise elastic_calls.refused(natives, error, asked, exact, most or MAX_TOKENS) from None
         run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
         if known is not None:
             inner = known.inner
             natives.last_normal = inner.ep
-            call = rows, inner, routing.topk_weights, known.received, by_column
+            call = rows, inner, asked.topk_weights, known.received, by_column
             result, event = run(elastic_calls.redispatch, call, rows[0], after, later, inner)
-            return *result, known, event
+            return _returned((*result, known), event, flags.get("defer_epilogue"))
         assert shape is not None
-        experts, picks = shape.num_experts, routing.topk_idx.shape[1]
-        num_sms = shape.num_sms or self._num_sms(experts, picks, self._estimate.rates)
+        picks, stats = (
+            (asked.topk_idx, asked.topk_weights),
+            asked.cumulative_local_expert_recv_stats,
+        )
+        num_sms = shape.num_sms
+        if not num_sms:
+            sizes = shape.num_experts, asked.topk_idx.shape[1]
+            num_sms = self._num_sms(*sizes, self._estimate.rates)
         shape = shape._replace(num_sms=num_sms + num_sms % self._sms_together)
         # exact shapes do not use the bound of their object
         tokens = (most or MAX_TOKENS) if shape.do_cpu_sync else shape.num_max_tokens_per_rank
         made = self._kind, flags["do_handle_copy"], self.num_scaleup_ranks
-        call = natives, tokens, rows, routing, shape, by_column, made
+        call = natives, tokens, rows, picks, stats, shape, by_column, made
         result, event = run(elastic_calls.dispatch, call, rows[0], after, later)
         received, recv_idx, weights, _, handle, _ = result
-        return received, recv_idx, weights, handle, event
+        given = received, recv_idx, weights, handle
+        return _returned(given, event, flags.get("defer_epilogue"))
 
     def _refused(self, error: Exception, handle: Any, op: int) -> Exception:
         """Of a call with a handle, whose object other ranks call if it is one of this kind."""
         inner = handle.inner if isinstance(handle, self._kind) else None
         return self._natives.refused_with(error, inner, NormalHandle, op)
 
-    def _combine(
-        self,
-        x: Any,
-        handle: Any,
-        topk_weights: Any,
-        bias: Any,
-        sms: tuple[Any, Any],
-        when: When,
-        defers: Any = False,
-    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        natives = self._natives.check_open()
+    def _combine(self, asked: Asked, defers: Any = False) -> Any:
+        natives, x, handle, weights = (
+            self._natives.check_open(),
+            asked.x,
+            asked.handle,
+            asked.topk_weights,
+        )
         try:
             with DisableTorchFunction():
-                later, after = elastic_calls.check_when(when)
-                elastic_calls.check_sms(*sms)
+                later, after = elastic_calls.check_when(_when(asked))
+                elastic_calls.check_sms(asked)
                 elastic_calls.check_deferred(defers, later)
                 elastic_calls.check_handle(handle, self._kind, self.group)
-                terms, changed = elastic_calls.check_combine(x, handle, topk_weights, bias)
+                terms, changed = elastic_calls.check_combine(x, handle, weights, asked.bias)
         except inputs.REFUSED as error:
             raise self._refused(error, handle, COMBINE) from None
         inner = handle.inner
         natives.last_normal = inner.ep
-        given = x, inner, topk_weights, terms, changed
+        given = x, inner, weights, terms, changed
         result, event = self._streams.run(elastic_calls.combine, given, x, after, later, inner)
+        return _returned(result, event, defers)
+
+
+def _when(asked: Asked) -> tuple[Any, Any, Any, Any]:
+    before_epilogue = getattr(asked, "previous_event_before_epilogue", None)  # not of V2.5
+    later = asked.async_with_compute_stream, asked.allocate_on_comm_stream
+    return asked.previous_event, before_epilogue, *later
+
+
+def _returned(result: tuple[Any, ...], event: EventOverlap, defers: Any) -> Any:
+    """What a call returns: the rest too, or (``defers``) the event, which brings it when it is
+    waited for."""
+    if not defers:
         return *result, event
+    event.register_hook_after_wait(partial(tuple, result))
+    return event

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
-from tokenyard.deep_ep.elastic_calls import Routing
+from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle, version_of
-from tokenyard.deep_ep.events import EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.errors import NotSupported
@@ -146,12 +144,7 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
             Rows, ids, weights, handle and event, or the event.
         """
         flags = rest_of("dispatch", flags, EP_DISPATCH_FLAGS)
-        picks = topk_idx, topk_weights, cumulative_local_expert_recv_stats
-        sizes = num_experts, num_max_tokens_per_rank, expert_alignment
-        routing = Routing(*picks, *sizes, num_sms, num_qps)
-        when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
-        result = self._dispatch(x, handle, routing, when, flags)
-        return deferred(result) if flags["defer_epilogue"] else result
+        return self._dispatch(Asked(**locals()))
 
     def combine(
         self,
@@ -168,14 +161,4 @@ class EPBuffer(CoreBuffer, LoadBalance, BufferBase):
     ) -> Any:
         """As ``ElasticBuffer.combine``. With ``defer_epilogue`` it returns the event alone, whose
         ``current_stream_wait()`` returns the others. Needs ``async_with_compute_stream``."""
-        when = previous_event, None, async_with_compute_stream, allocate_on_comm_stream
-        sms = num_sms, num_qps
-        result = self._combine(x, handle, topk_weights, bias, sms, when, defer_epilogue)
-        return deferred(result) if defer_epilogue else result
-
-
-def deferred(result: tuple[Any, ...]) -> EventOverlap:
-    """The event of a call, which brings the rest of its ``result`` when it is waited for."""
-    *rest, event = result
-    event.register_hook_after_wait(partial(tuple, rest))
-    return event
+        return self._combine(Asked(**locals()), defer_epilogue)

@@ -53,7 +53,7 @@ _HELPERS: Modules = {
     "deep_ep.utils.refs": {
         "helpers.plain_exchange": "combine dispatch generate_pre_combine_data ordered_accumulate"
     },
-    "deep_ep.utils.semantic": {"helpers.caching": "value_or weak_lru"},
+    "deep_ep.utils.semantic": {"helpers.arithmetic": "value_or weak_lru"},
     "deep_ep.utils.testing": {
         "helpers.benchmarking": "bench bench_kineto empty_suppress flush_l2_cache parse_num_bytes "
         "suppress_stdout_stderr"

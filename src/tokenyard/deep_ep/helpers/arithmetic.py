@@ -1,8 +1,13 @@
-"""Sizes, FP8 casts, comparisons, router scores: DeepEP's ``deep_ep.utils.math`` and ``gate``."""
+"""Sizes, FP8 casts, comparisons, router scores, values that are remembered: DeepEP's
+``deep_ep.utils.math``, ``gate`` and ``semantic``."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, reduce, wraps
+from operator import xor
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +20,8 @@ from tokenyard.types import Quantize
 _FP8 = FORMATS[Quantize.FP8]
 _GROUP, _LARGEST, _LEAST = _FP8.block, _FP8.largest, _FP8.smallest
 _STEPS, _MOST = 20, 100.0
+
+Value = TypeVar("Value")
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -40,8 +47,8 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``[T, H]`` as FP8 E4M3 of that shape, and float32 scales ``[T, ceil(H / 128)]``."""
-    tokens, hidden = x.shape
-    groups = pad(x, (0, -hidden % _GROUP)).float().view(tokens, ceil_div(hidden, _GROUP), _GROUP)
+    hidden = x.shape[1]
+    groups = pad(x, (0, -hidden % _GROUP)).float().unflatten(1, (ceil_div(hidden, _GROUP), _GROUP))
     largest = groups.abs().amax(2).clamp(_LEAST)
     data = (groups * (_LARGEST / largest.unsqueeze(2))).to(torch.float8_e4m3fn)
     return data.flatten(1)[:, :hidden].contiguous(), largest / _LARGEST
@@ -78,22 +85,19 @@ def hash_tensor(t: Tensor) -> int:
 
 def hash_tensors(*tensors: Any) -> int:
     """Of all tensors, also in lists; others count nothing."""
-    value = 0
-    for each in tensors:
-        if isinstance(each, (tuple, list)):
-            value ^= hash_tensors(*each)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(each, Tensor):
-            value ^= hash_tensor(each)
-    return value
+    return reduce(xor, map(hash_tensor, _all_of(tensors)), 0)
 
 
 def count_bytes(*tensors: Any) -> int:
     """Of all tensors, also in lists; None has none."""
-    return sum(
-        count_bytes(*each) if isinstance(each, (tuple, list)) else each.nbytes  # pyright: ignore[reportUnknownArgumentType]
-        for each in tensors
-        if each is not None
-    )
+    return sum(each.nbytes for each in _all_of(tensors))
+
+
+def _all_of(given: Any) -> list[Tensor]:
+    """Tensors among what is given, also in lists."""
+    if isinstance(given, (tuple, list)):
+        return [each for part in given for each in _all_of(part)]  # pyright: ignore[reportUnknownVariableType]
+    return [given] if isinstance(given, Tensor) else []
 
 
 def get_scores_by_factor(
@@ -125,3 +129,27 @@ def get_unbalanced_scores(
         else:
             low = middle
     return get_scores_by_factor(num_tokens, num_experts, num_ranks, low)
+
+
+def value_or(value: Value | None, default: Value) -> Value:
+    """``default`` for None."""
+    return default if value is None else value
+
+
+def weak_lru(
+    maxsize: int | None = 128, typed: bool = False
+) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    """``functools.lru_cache`` for methods, which does not keep their objects alive."""
+
+    def decorate(method: Callable[..., Value]) -> Callable[..., Value]:
+        @lru_cache(maxsize, typed)
+        def remembered(weak: Any, *arguments: Any, **options: Any) -> Value:
+            return method(weak(), *arguments, **options)
+
+        @wraps(method)
+        def call(self: Any, *arguments: Any, **options: Any) -> Value:
+            return remembered(ref(self), *arguments, **options)
+
+        return call
+
+    return decorate

@@ -102,19 +102,16 @@ def bench_kineto(
         with torch.profiler.profile(activities=kinds) as profiler:
             for _ in range(num_tests):
                 flush_l2_cache(flush_l2)
-                if barrier_comm_profiling:
-                    (barrier or _meet)()
+                if barrier_comm_profiling and barrier is None:
+                    dist.all_reduce(torch.ones(1, device="cuda"))
+                elif barrier_comm_profiling:
+                    barrier()
                 fn()
             torch.cuda.synchronize()
         if trace_path is not None:
             profiler.export_chrome_trace(trace_path)
     times = [_times(profiler.events(), name, num_kernels_per_period) for name in names]
     return times[0] if isinstance(kernel_names, str) else tuple(times)
-
-
-def _meet() -> None:
-    """Let ranks begin together."""
-    dist.all_reduce(torch.ones(1, device="cuda"))
 
 
 def _times(events: Sequence[Any] | None, name: str, period: int) -> float | list[float]:
@@ -133,11 +130,8 @@ def _times(events: Sequence[Any] | None, name: str, period: int) -> float | list
 
 
 def parse_num_bytes(text: str) -> int:
-    """Bytes, with a binary suffix or none: ``1G``, ``64 MiB``, ``512k``, ``1048576``.
-
-    Raises:
-        ValueError: it is no such number, or not positive.
-    """
+    """Bytes, with a binary suffix or none: ``1G``, ``64 MiB``, ``512k``, ``1048576``. ValueError:
+    it is no such number, or not positive."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     number = int(float(match[1]) * _SCALES[match[2].lower()]) if match else 0
     if number <= 0:

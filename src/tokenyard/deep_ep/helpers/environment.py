@@ -6,6 +6,7 @@ import os
 import random
 import re
 import subprocess
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,6 @@ import torch.distributed as dist
 
 from tokenyard.launch import LOOPBACK, backend_for
 
-_PORT = "8361"
-_NIC = "mlx5_0"
 CARDS = Path("/sys/class/infiniband")
 """Where Linux tells of network cards with remote memory access."""
 _state = {"local rank": 0, "local": 0, "global": 0}
@@ -50,24 +49,21 @@ def init_dist(
     local_rank: int, num_local_ranks: int, seed: int = 0
 ) -> tuple[int, int, dist.ProcessGroup]:
     """Join the ranks of a test program that starts them itself: ``MASTER_ADDR``, ``MASTER_PORT``,
-    and ``RANK`` and ``WORLD_SIZE`` counted in hosts.
+    and ``RANK`` and ``WORLD_SIZE`` counted in hosts. Returns rank, number of ranks, a group of all.
 
     With GPUs over NCCL where each rank has one, else over gloo; CUDA is then the default device.
     Without, over gloo on the CPU. The default dtype is BF16, as in DeepEP.
-
-    Returns:
-        Rank, number of ranks, and a group of all.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     node, nodes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    address = os.environ.get("MASTER_ADDR", LOOPBACK), os.environ.get("MASTER_PORT", _PORT)
+    address, port = os.environ.get("MASTER_ADDR", LOOPBACK), os.environ.get("MASTER_PORT", "8361")
     _state["local rank"] = local_rank
     if device == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     size = nodes * num_local_ranks
     dist.init_process_group(
         backend_for(device, num_local_ranks),
-        init_method="tcp://{}:{}".format(*address),
+        init_method=f"tcp://{address}:{port}",
         world_size=size,
         rank=node * num_local_ranks + local_rank,
     )
@@ -109,18 +105,18 @@ def get_nvlink_gbs(factor: float = 0.9) -> float:
 
 def _nic(name: str, fact: str) -> str:
     """What Linux says of a network card; empty if there is none."""
-    try:
-        return (CARDS / name / fact).read_text().strip()
-    except OSError:
-        return ""
+    file = CARDS / (name or os.environ.get("EP_NIC_NAME", "mlx5_0")) / fact
+    with suppress(OSError):
+        return file.read_text().strip()
+    return ""
 
 
 def check_fast_rdma_atomic_support(nic_name: str = "") -> bool:
     """Whether a network card (default: ``EP_NIC_NAME``) is of the kind with fast remote atomics."""
-    return _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "hca_type") == "MT4131"
+    return _nic(nic_name, "hca_type") == "MT4131"
 
 
 def get_rdma_gbs(nic_name: str = "") -> float:
     """Rate of a network card (default: ``EP_NIC_NAME``), GB/s; 0 if there is none."""
-    rate = _nic(nic_name or os.environ.get("EP_NIC_NAME", _NIC), "ports/1/rate")
+    rate = _nic(nic_name, "ports/1/rate")
     return float(rate.split()[0]) / 8 if rate else 0

@@ -8,39 +8,6 @@ from typing import Any, NoReturn
 from tokenyard.errors import NotSupported
 
 
-class _Missing:
-    remedy = "torch.distributed"
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotSupported(f"{type(self).__name__} is not part of tokenyard: use {self.remedy}")
-
-
-class EngramBuffer(_Missing):
-    """(remote tables of embeddings) Not supported."""
-
-    remedy = "DeepEP's own, side by side under another name"
-
-
-class PPBuffer(_Missing):
-    """(send and receive of pipeline stages) Not supported."""
-
-    remedy = "torch.distributed.isend() and irecv()"
-
-
-class BucketBuffer(_Missing):
-    """(batched all-gather, reduce-scatter and all-reduce) Not supported."""
-
-
-class BucketSession(_Missing):
-    """(of a :class:`BucketBuffer`) Not supported."""
-
-
-class NCCLCommHandle(_Missing):
-    """(a raw NCCL communicator) Not supported."""
-
-    remedy = "the torch.distributed group"
-
-
 def missing_call(name: str, why: str) -> Callable[..., NoReturn]:
     """A function of DeepEP that has no counterpart here."""
 
@@ -52,14 +19,32 @@ def missing_call(name: str, why: str) -> Callable[..., NoReturn]:
     return call
 
 
+def _missing_class(name: str, what: str, remedy: str = "torch.distributed") -> Any:
+    def fail(self: Any, *_: Any, **__: Any) -> None:
+        raise NotSupported(f"{name} is not part of tokenyard: use {remedy}")
+
+    return type(name, (), {"__init__": fail, "__doc__": f"({what}) Not supported."})
+
+
+EngramBuffer = _missing_class(
+    "EngramBuffer", "remote tables of embeddings", "DeepEP's own, side by side under another name"
+)
+PPBuffer = _missing_class(
+    "PPBuffer", "send and receive of pipeline stages", "torch.distributed.isend() and irecv()"
+)
+BucketBuffer = _missing_class("BucketBuffer", "batched all-gather, reduce-scatter and all-reduce")
+BucketSession = _missing_class("BucketSession", "of a BucketBuffer")
+NCCLCommHandle = _missing_class(
+    "NCCLCommHandle", "a raw NCCL communicator", "the torch.distributed group"
+)
+
 get_nccl_comm_handle = missing_call(
     "get_nccl_comm_handle",
     "not part of tokenyard: engines talk through the torch.distributed group, which you have",
 )
-find_pkg_root, find_nccl_root = (
-    missing_call(f"find_{what}_root", f"not part of tokenyard: nothing is compiled against {it}")
-    for what, it in (("pkg", "a package"), ("nccl", "NCCL"))
-)
+_COMPILED = "not part of tokenyard: nothing is compiled against"
+find_pkg_root = missing_call("find_pkg_root", f"{_COMPILED} a package")
+find_nccl_root = missing_call("find_nccl_root", f"{_COMPILED} NCCL")
 
 
 def destroy_all_managed_nccl_comm() -> None:
