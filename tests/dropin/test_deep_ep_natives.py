@@ -247,14 +247,21 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
         (x, (None, 0), bare, True),
     ]
     for rows, (picks, worst), ep, waits in cases:
-        routing = normal.Routing(None, None, None, experts, picks, None, 1, worst)
-        assert normal.refused(known, error, rows, None, routing) is error
+        asked = SimpleNamespace(
+            x=rows,
+            handle=None,
+            num_tokens_per_expert=experts,
+            topk_idx=picks,
+            topk_weights=None,
+            num_worst_tokens=worst,
+        )
+        assert normal.refused(known, error, asked) is error
         assert [each.told for each in (exact, static, bare) if each is not ep] == [[], []]
         assert ep.told == [(DISPATCH, waits)]
         ep.told.clear()
     known.last_normal = static
     assert (
-        normal.refused(known, error, x, object(), routing)
+        normal.refused(known, error, SimpleNamespace(handle=object()))
         is known.refused_with(error, None, NormalHandle, COMBINE)
         is error
     )

@@ -14,7 +14,7 @@ from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
 from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime, Scratch
 from tokenyard.deep_ep.streams import Streams
@@ -211,29 +211,26 @@ class Buffer(decode.LowLatencyState):
             ``topk_idx``; weights ``[N, K]`` float32; rows of each local expert; the handle; the
             event (None in it unless ``async_finish``). The middle four are None with ``handle``.
         """
+        asked = Asked(**locals())
         natives, run = self._natives.check_open(), self._streams.run
-        layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank
-        picks, numbers = (topk_idx, topk_weights), (expert_alignment, num_worst_tokens)
-        routing = normal.Routing(*layout, num_tokens_per_expert, *picks, *numbers)
         try:
             with DisableTorchFunction():
                 later = inputs.check_when(previous_event, async_finish, allocate_on_comm_stream)
                 num_sms = check_config(config, Buffer.num_sms)
                 rows = inputs.check_rows(x)
-                *numbers, known = normal.check_dispatch(
-                    natives, rows[0], handle, routing, self.group
-                )
+                *numbers, known = normal.check_dispatch(natives, rows[0], asked, self.group)
         except inputs.REFUSED as error:
-            raise normal.refused(natives, error, x, handle, routing) from None
+            raise normal.refused(natives, error, asked) from None
         if known is not None:
             natives.last_normal = known.ep
             call = normal.redispatch, (rows, known), rows[0]
             again, event = run(*call, previous_event, later, known)
             return again, None, None, None, None, event
         natives.num_sms = num_sms if Buffer._num_sms_is_set or num_sms != USUAL_SMS else None
-        by_rank = is_token_in_rank, routing.per_expert if topk_idx is None else None
-        numbers = routing.per_expert.numel(), *numbers, num_sms
-        arguments = natives, rows, picks, by_rank, *numbers
+        per_expert: Any = num_tokens_per_expert
+        by_rank = is_token_in_rank, per_expert if topk_idx is None else None
+        routed = (topk_idx, topk_weights), by_rank, per_expert.numel()
+        arguments = natives, rows, *routed, *numbers, num_sms
         result, event = run(normal.dispatch, arguments, rows[0], previous_event, later)
         return (*result, event)
 
@@ -322,21 +319,21 @@ class Buffer(decode.LowLatencyState):
                 Counts int32 ``[L]``. The handle. The event (None inside unless ``async_finish``). A
                 hook that makes the rows good, if ``return_recv_hook``.
         """
-        natives, stats = self._natives.check_open(), cumulative_local_expert_recv_stats
+        asked, natives = Asked(**locals()), self._natives.check_open()
+        stats = cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
             use_fp8, stats = stats, None
-        most = num_max_dispatch_tokens_per_rank
         try:
             inputs.check_fork("low_latency_dispatch", fork, inputs.LOW_LATENCY_DISPATCH)
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 mode = decode.mode_of(use_fp8, round_scale, use_ue8m0)
-                sizes = decode.check_dispatch(natives, x, topk_idx, most, num_experts)
+                sizes = decode.check_dispatch(natives, asked)
                 decode.check_counts(natives, sizes[1], stats, sizes[4])
                 where = "dispatch_wait_recv_cost_stats", self.rank, self.group_size
                 waits = decode.check_waits(*where, dispatch_wait_recv_cost_stats, sizes[4])
         except inputs.REFUSED as error:
-            raise decode.refused(natives, error, x, topk_idx, most, num_experts) from None
+            raise decode.refused(natives, error, asked) from None
         arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)
         (rows, counts, handle, hook), event = self._streams.run(
             decode.dispatch, arguments, x, None, later

@@ -14,7 +14,7 @@ from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
-from tokenyard.deep_ep.inputs import flag, likely, whole
+from tokenyard.deep_ep.inputs import Asked, flag, likely, whole
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
 from tokenyard.deep_ep.overlap import Overlap, hook_of
 from tokenyard.deep_ep.overlap import wait as wait_for
@@ -79,10 +79,9 @@ def check_sizes(
     )
 
 
-def check_dispatch(
-    natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
-) -> Sizes:
+def check_dispatch(natives: Natives, asked: Asked) -> Sizes:
     """Look at rows and picks; returns the sizes of the call."""
+    x, topk_idx, max_tokens = asked.x, asked.topk_idx, asked.num_max_dispatch_tokens_per_rank
     if isinstance(x, Tensor) and x.dtype in QUANTIZED_DTYPES:
         raise ValueError(
             f"x is {x.dtype}, but must be bfloat16, float16 or float32: use_fp8=True casts it in "
@@ -91,7 +90,7 @@ def check_dispatch(
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
     inputs.check_rows(x)
-    most, hidden, experts, _ = check_sizes(max_tokens, x.shape[1], num_experts)
+    most, hidden, experts, _ = check_sizes(max_tokens, x.shape[1], asked.num_experts)
     inputs.check_picks(topk_idx, None, x)
     inputs.check_tokens(x, "num_max_dispatch_tokens_per_rank", most)
     size = natives.world_size
@@ -143,12 +142,11 @@ def check_combine(
     return check_waits("combine_wait_recv_cost_stats", ep.rank, ep.world_size, waits, device)
 
 
-def refused(
-    natives: Natives, error: Exception, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
-) -> Exception:
+def refused(natives: Natives, error: Exception, asked: Asked) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
-    most = likely("num_max_dispatch_tokens_per_rank", max_tokens, error)
-    guess = inputs.guess(error, x, (topk_idx,), ("num_experts", num_experts), most)
+    name, experts = "num_max_dispatch_tokens_per_rank", ("num_experts", asked.num_experts)
+    most = likely(name, getattr(asked, name), error)
+    guess = inputs.guess(error, asked.x, (asked.topk_idx,), experts, most)
     return natives.refused(error, natives.whom_low_latency(guess), DISPATCH, False)
 
 

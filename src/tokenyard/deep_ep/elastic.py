@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_BYTES
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.helpers.missing import missing_call
+from tokenyard.deep_ep.inputs import Asked
 from tokenyard.errors import NotSupported
 
 Event = EventHandle | EventOverlap | None

@@ -3,7 +3,6 @@ then what is exchanged."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, mos
 from tokenyard.deep_ep.elastic_metadata import Changed
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
-from tokenyard.deep_ep.inputs import array, flag, likely, whole
+from tokenyard.deep_ep.inputs import Asked, array, flag, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import DISPATCH
@@ -25,9 +24,6 @@ from tokenyard.types import FLOAT_DTYPES, Layout
 
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
-
-Asked = SimpleNamespace
-"""The arguments of a call, by name, as given."""
 
 
 def check_when(when: tuple[Any, Any, Any, Any]) -> tuple[bool, EventOverlap | None]:

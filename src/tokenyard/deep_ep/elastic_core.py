@@ -14,11 +14,10 @@ from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
 from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
-from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import NormalHandle
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives, timeout_of
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS
 from tokenyard.deep_ep.runtime import Runtime

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.deep_ep.elastic import Event
-from tokenyard.deep_ep.elastic_calls import Asked
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle, version_of
 from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.inputs import Asked
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.errors import NotSupported
 

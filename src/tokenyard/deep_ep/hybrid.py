@@ -22,7 +22,7 @@ from tokenyard.deep_ep.hybrid_routing import (
     PermutedHandle,
     indices_to_map,
 )
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.runtime import Runtime
 from tokenyard.deep_ep.streams import Streams
@@ -178,12 +178,7 @@ class HybridEPBuffer:
                 ``[N]``, 0 on padding, or None. Their scales or None. Rows of each block int32
                 ``[L]``, with padding, on the CPU unless ``non_blocking``. The handle.
         """
-        routing = calls.Routing(
-            routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
-        )
-        flags = {"use_fp8": use_fp8, "fuse_permute_dispatch": fuse_permute_dispatch}
-        asked = calls.Asked(pad_multiple, num_permuted_tokens, non_blocking, flags, old)
-        return self._dispatch(hidden, scaling_factor, asked, routing, handle)
+        return self._dispatch(PermutedHandle, Asked(**locals()))
 
     def combine_with_unpermute(
         self,
@@ -209,10 +204,7 @@ class HybridEPBuffer:
             ``[T, H]`` in the dtype of ``hidden``; float32 ``[T, E]``, 0 where a token has no row,
                 or None.
         """
-        flags = {"non_blocking": non_blocking, "fuse_unpermute_combine": fuse_unpermute_combine}
-        flags["use_host_meta"] = old.pop("use_host_meta", None)  # counts are known
-        asked = calls.Asked(pad_multiple, None, False, flags, old)
-        return self._combine(hidden, probs, handle, asked)
+        return self._combine(PermutedHandle, Asked(**locals()))
 
     # Without
 
@@ -241,53 +233,43 @@ class HybridEPBuffer:
             Rows ``[N, H]`` by source rank, then token. Their weights float32 ``[N, L * ranks of a
                 node]``, 0 but in this rank's columns, or None. Their scales or None. The handle.
         """
-        routing = calls.Routing(routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
-        return self._dispatch(hidden, scaling_factor, None, routing, handle)
+        return self._dispatch(HybridHandle, Asked(**locals()))
 
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`combine_with_unpermute`, of ``probs`` and rows as of :meth:`dispatch`."""
-        return self._combine(hidden, probs, handle, None)
+        return self._combine(HybridHandle, Asked(**locals()))
 
-    # Both: ``asked`` of a call with permutation
+    # Both
 
-    def _dispatch(
-        self,
-        hidden: Any,
-        scales: Any,
-        asked: calls.Asked | None,
-        routing: calls.Routing,
-        handle: Any,
-    ) -> Any:
+    def _dispatch(self, kind: type[HybridHandle], asked: Asked) -> Any:
         natives, config, known, shape = self._natives, self.config, None, None
         try:
             with DisableTorchFunction():
-                shape = calls.FLAT if asked is None else calls.check_shape(asked)
-                if handle is None:
-                    given = calls.check_dispatch(natives, hidden, scales, shape, routing, config)
+                shape = calls.check_shape(kind, asked)
+                if asked.handle is None:
+                    given = calls.check_dispatch(natives, shape, asked, config)
                 else:
-                    known = calls.check_handle(handle, shape.kind, self.group)
-                    given = calls.check_again(hidden, scales, shape, routing, known)
+                    known = calls.check_handle(asked.handle, kind, self.group)
+                    given = calls.check_again(shape, asked, known)
         except inputs.REFUSED as error:
-            if handle is not None:
-                raise natives.refused_with(error, handle, HybridHandle, CACHED) from None
-            raise calls.refused(natives, error, hidden, shape, routing, config) from None
+            if asked.handle is not None:
+                raise natives.refused_with(error, asked.handle, HybridHandle, CACHED) from None
+            raise calls.refused(natives, error, shape, asked, config) from None
         run, like = self._streams.run, given.rows[0]
         if known is None:
             return run(calls.dispatch, (natives, given, config), like, None, False)[0]
         natives.last_normal = known.ep
         return run(calls.redispatch, (given, known), like, None, False, known)[0]
 
-    def _combine(
-        self, hidden: Any, probs: Any, handle: Any, asked: calls.Asked | None
-    ) -> tuple[Tensor, Tensor | None]:
-        natives = self._natives
+    def _combine(self, kind: type[HybridHandle], asked: Asked) -> tuple[Tensor, Tensor | None]:
+        natives, hidden, handle = self._natives, asked.hidden, asked.handle
         try:
             with DisableTorchFunction():
-                shape = calls.FLAT if asked is None else calls.check_shape(asked)
-                known = calls.check_handle(handle, shape.kind, self.group)
-                arguments = *calls.check_combine(hidden, probs, shape, known), known
+                calls.check_switches(asked)
+                known = calls.check_handle(handle, kind, self.group)
+                arguments = *calls.check_combine(asked, known), known
         except inputs.REFUSED as error:
             raise natives.refused_with(error, handle, HybridHandle, COMBINE) from None
         natives.last_normal = known.ep

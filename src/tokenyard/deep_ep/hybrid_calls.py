@@ -11,7 +11,7 @@ from tokenyard.arguments import LARGEST, MOST_PICKS
 from tokenyard.deep_ep import hybrid_routing as maps
 from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.hybrid_routing import BufferConfig, HybridHandle, PermutedHandle
-from tokenyard.deep_ep.inputs import flag, whole
+from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS, aligned
 from tokenyard.header import DISPATCH
@@ -24,28 +24,6 @@ BYTES = torch.float8_e4m3fn
 """What rows of uint8, as DeepEP has them, are to the native calls: nobody computes with them."""
 
 
-class Routing(NamedTuple):
-    """What a dispatch was given besides rows: a map or picks, or neither with a handle."""
-
-    routing_map: Any
-    probs: Any
-    topk_idx: Any
-    topk_weights: Any
-    num_experts: Any
-    per_rank: Any
-
-
-class Asked(NamedTuple):
-    """Of a call with permutation, as given. ``flags`` change nothing; ``old``: of other versions of
-    the branch."""
-
-    pad_multiple: Any
-    num_rows: Any
-    non_blocking: Any
-    flags: dict[str, Any]
-    old: dict[str, Any]
-
-
 class Shape(NamedTuple):
     """How rows are asked for. ``rows``: static shapes, so many of them; ``waits``: the host wants
     their counts."""
@@ -56,21 +34,20 @@ class Shape(NamedTuple):
     waits: bool = True
 
 
-FLAT = Shape(HybridHandle)
-
-
 class Given(NamedTuple):
+    """Checked. ``asked``: a map or picks, or neither with a handle."""
+
     rows: native_calls.Rows
     as_bytes: bool
     shape: Shape
     num_experts: int
-    routing: Routing
+    asked: Asked
 
     def weights(self, topk_idx: Tensor) -> Tensor | None:
         """Of the picks ``topk_idx``, from whatever says so."""
-        probs = self.routing.probs
-        if self.routing.routing_map is None and self.routing.topk_weights is not None:
-            given = self.routing.topk_idx, self.routing.topk_weights
+        asked, probs = self.asked, self.asked.probs
+        if asked.routing_map is None and asked.topk_weights is not None:
+            given = asked.topk_idx, asked.topk_weights
             probs = maps.indices_to_map(*given, self.rows[0].shape[0], self.num_experts)[1]
         return None if probs is None else maps.weights_of(probs, topk_idx)
 
@@ -82,16 +59,29 @@ OTHER = {"num_dispatched_tokens": "", "use_host_meta": "", "num_of_tokens_per_ra
 last is what ranks with fewer tokens are padded to, which nobody is here."""
 
 
-def check_shape(asked: Asked) -> Shape:
-    inputs.check_fork("HybridEPBuffer's call", asked.old, OTHER)
-    told, num_rows = asked.old.get("use_host_meta"), asked.num_rows
-    waits = flag("use_host_meta", told)
-    if told is None:
-        waits = not flag("non_blocking", asked.non_blocking)
-    for name, value in asked.flags.items():
-        flag(name, value)
-    padding = 0 if asked.pad_multiple is None else asked.pad_multiple
-    alignment = max(whole("pad_multiple", padding, 0, MOST_ALIGNMENT), 1)
+SWITCHES = ("use_fp8", "non_blocking", "fuse_permute_dispatch", "fuse_unpermute_combine")
+
+
+def check_switches(asked: Asked) -> bool:
+    """Whether the host is to wait for the counts of a dispatch."""
+    old = getattr(asked, "old", {})
+    inputs.check_fork("HybridEPBuffer's call", old, OTHER)
+    for name in SWITCHES:
+        flag(name, getattr(asked, name, None))
+    if old.get("use_host_meta") is not None:
+        return flag("use_host_meta", old["use_host_meta"])
+    return not getattr(asked, "non_blocking", False)
+
+
+def _alignment(asked: Asked) -> int:
+    given = 0 if asked.pad_multiple is None else asked.pad_multiple
+    return max(whole("pad_multiple", given, 0, MOST_ALIGNMENT), 1)
+
+
+def check_shape(kind: type[HybridHandle], asked: Asked) -> Shape:
+    if kind is HybridHandle:
+        return Shape(HybridHandle)
+    waits, alignment, num_rows = check_switches(asked), _alignment(asked), asked.num_permuted_tokens
     if num_rows is None:
         if not waits:
             raise ValueError(
@@ -121,33 +111,31 @@ def check_handle(handle: Any, kind: type[HybridHandle], group: Any) -> HybridHan
     return known
 
 
-def check_dispatch(
-    natives: Natives, hidden: Any, scales: Any, shape: Shape, routing: Routing, config: BufferConfig
-) -> Given:
-    rows, as_bytes = _rows(hidden, scales)
-    experts = _check_routing(natives, rows[0], routing, config)
+def check_dispatch(natives: Natives, shape: Shape, asked: Asked, config: BufferConfig) -> Given:
+    rows, as_bytes = _rows(asked)
+    experts = _check_routing(natives, rows[0], asked, config)
     tokens, most = rows[0].shape[0], config.max_num_of_tokens_per_rank
     if shape.rows is not None and tokens > most:
         raise ValueError(
             f"hidden has {tokens} tokens, but max_num_of_tokens_per_rank is {most}, which bounds "
             f"static shapes (num_permuted_tokens): make HybridEPBuffer with more on all ranks alike"
         )
-    return Given(rows, as_bytes, shape, experts, routing)
+    return Given(rows, as_bytes, shape, experts, asked)
 
 
-def _rows(hidden: Any, scales: Any) -> tuple[native_calls.Rows, bool]:
+def _rows(asked: Asked) -> tuple[native_calls.Rows, bool]:
     """:func:`inputs.check_rows` in HybridEP's names; and whether the rows came as bytes."""
-    given = hidden
+    given = hidden = asked.hidden
     as_bytes = isinstance(hidden, Tensor) and hidden.dtype is torch.uint8
     if as_bytes:
         given = hidden.contiguous().view(BYTES)
     if isinstance(given, Tensor) and given.dtype in QUANTIZED_DTYPES:
-        if scales is None:
+        if asked.scaling_factor is None:
             raise ValueError(
                 f"scaling_factor is missing: hidden is {hidden.dtype}, and travels with the scales "
                 f"[T, S] of its rows"
             )
-        given = given, scales
+        given = given, asked.scaling_factor
     try:
         return inputs.check_rows(given), as_bytes
     except ValueError as error:
@@ -155,31 +143,31 @@ def _rows(hidden: Any, scales: Any) -> tuple[native_calls.Rows, bool]:
         raise ValueError(f"hidden{text[1:]}" if text.startswith("x ") else text) from None
 
 
-def _check_routing(natives: Natives, data: Tensor, routing: Routing, config: BufferConfig) -> int:
+def _check_routing(natives: Natives, data: Tensor, asked: Asked, config: BufferConfig) -> int:
     """Returns the number of experts."""
-    tokens, device, table = data.shape[0], data.device, routing.routing_map
-    local = config.num_of_experts_per_rank
-    if routing.per_rank is not None:
-        local = whole("num_of_experts_per_rank", routing.per_rank, 1)
+    tokens, device, table = data.shape[0], data.device, asked.routing_map
+    local, given = config.num_of_experts_per_rank, getattr(asked, "num_of_experts_per_rank", None)
+    if given is not None:
+        local = whole("num_of_experts_per_rank", given, 1)
     experts = local * natives.world_size
     meaning = f"[T, E], of {tokens} tokens and {experts} experts ({local} on each rank)"
     if table is not None:
         inputs.array("routing_map", table, meaning, (tokens, experts), (torch.bool,), device)
-    elif routing.topk_idx is None:
+    elif asked.topk_idx is None:
         raise ValueError(
             "routing_map is missing: pass it (with probs), or topk_idx (with topk_weights), or "
             "the handle of an earlier dispatch"
         )
     else:
-        number = routing.num_experts
+        number = asked.num_of_experts
         if number is None or whole("num_of_experts", number, 1) != experts:
             raise ValueError(
                 f"num_of_experts ({number}) must be {experts} with topk_idx: {local} experts on "
                 f"each of {natives.world_size} ranks"
             )
-        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-    if routing.probs is not None:
-        inputs.array("probs", routing.probs, meaning, (tokens, experts), FLOAT_DTYPES, device)
+        inputs.check_picks(asked.topk_idx, asked.topk_weights, data)
+    if asked.probs is not None:
+        inputs.array("probs", asked.probs, meaning, (tokens, experts), FLOAT_DTYPES, device)
     if experts > MOST_PICKS and table is not None:
         raise ValueError(
             f"routing_map has {experts} experts, but must have at most {MOST_PICKS}: pass topk_idx"
@@ -187,20 +175,18 @@ def _check_routing(natives: Natives, data: Tensor, routing: Routing, config: Buf
     return experts
 
 
-def check_again(
-    hidden: Any, scales: Any, shape: Shape, routing: Routing, handle: HybridHandle
-) -> Given:
+def check_again(shape: Shape, asked: Asked, handle: HybridHandle) -> Given:
     """A dispatch along the routing of a ``handle``."""
-    rows, as_bytes = _rows(hidden, scales)
+    rows, as_bytes = _rows(asked)
     data = rows[0]
     inputs.check_rows_again("hidden", data, handle)
     _check_same(shape, handle)
-    if routing.probs is not None:
+    if asked.probs is not None:
         known = data.shape[0], handle.num_experts
-        inputs.array("probs", routing.probs, "[T, E]", known, FLOAT_DTYPES, data.device, "hidden")
-    if routing.topk_idx is not None:
-        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
-    return Given(rows, as_bytes, shape, handle.num_experts, routing)
+        inputs.array("probs", asked.probs, "[T, E]", known, FLOAT_DTYPES, data.device, "hidden")
+    if asked.topk_idx is not None:
+        inputs.check_picks(asked.topk_idx, asked.topk_weights, data)
+    return Given(rows, as_bytes, shape, handle.num_experts, asked)
 
 
 def _check_same(shape: Shape, handle: HybridHandle) -> None:
@@ -218,16 +204,16 @@ def _check_same(shape: Shape, handle: HybridHandle) -> None:
         )
 
 
-def check_combine(
-    hidden: Any, probs: Any, shape: Shape, handle: HybridHandle
-) -> tuple[Tensor, Tensor | None]:
-    rows = handle.native.num_rows
+def check_combine(asked: Asked, handle: HybridHandle) -> tuple[Tensor, Tensor | None]:
+    hidden, probs, rows = asked.hidden, asked.probs, handle.native.num_rows
     inputs.check_rows_back("hidden", hidden, handle, rows)
-    _check_same(shape, handle)
+    permuted = isinstance(handle, PermutedHandle)
+    if permuted:
+        _check_same(Shape(PermutedHandle, _alignment(asked)), handle)
     if probs is None:
         return hidden, None
     known, meaning = (rows,), "[N], of the rows"
-    if shape.kind is HybridHandle:
+    if not permuted:
         width = handle.config.num_of_experts_per_rank * handle.config.num_of_ranks_per_node
         known, meaning = (rows, width), "[N, experts of the node]"
     inputs.array("probs", probs, meaning, known, FLOAT_DTYPES, hidden.device, "hidden")
@@ -237,20 +223,19 @@ def check_combine(
 def refused(
     natives: Natives,
     error: Exception,
-    hidden: Any,
     shape: Shape | None,
-    routing: Routing,
+    asked: Asked,
     config: BufferConfig,
 ) -> Exception:
     """Tell those in a fresh dispatch; returns the error to raise. With a map and exact shapes the
     first call is about the most picks."""
-    device = inputs.place(hidden) or inputs.place(routing.routing_map)
+    device = inputs.place(asked.hidden) or inputs.place(asked.routing_map)
     static = shape is not None and shape.rows is not None
-    if routing.topk_idx is None and not static:
+    if asked.topk_idx is None and not static:
         return natives.refused(error, natives.whom_counting(COUNT_WORDS, device), DISPATCH)
     experts = config.num_of_experts_per_rank * natives.world_size
-    picks = experts if routing.topk_idx is None else inputs.columns(routing.topk_idx)
-    guess = inputs.columns(hidden), experts, picks, _bound(static, config), device
+    picks = experts if asked.topk_idx is None else inputs.columns(asked.topk_idx)
+    guess = inputs.columns(asked.hidden), experts, picks, _bound(static, config), device
     return natives.refused(error, natives.whom_normal(guess), DISPATCH, not static)
 
 
@@ -265,8 +250,8 @@ def _bound(static: bool, config: BufferConfig) -> int:
 def dispatch(natives: Natives, given: Given, config: BufferConfig) -> tuple[Any, ...]:
     data, shape, experts = given.rows[0], given.shape, given.num_experts
     topk_idx, table, static = (
-        given.routing.topk_idx,
-        given.routing.routing_map,
+        given.asked.topk_idx,
+        given.asked.routing_map,
         shape.rows is not None,
     )
     if table is not None:
@@ -283,7 +268,7 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig) -> tuple[Any,
 
 
 def redispatch(given: Given, handle: HybridHandle) -> tuple[Any, ...]:
-    """Rows, and weights if there are any, along a known routing."""
+    """Rows, and weights if there are any, along a known asked."""
     recv, probs = native_calls.redispatch(handle, given.rows, given.weights(handle.topk_idx))
     return _dispatched(given, recv, probs, handle)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,9 @@ REFUSED = (ValueError, TypeError, NotSupported)
 
 Guess = tuple[Any, Any, Any, Any, Any]
 """Sizes of a native object (``natives.py``), as far as they can be told; None for the rest."""
+
+Asked = SimpleNamespace
+"""The arguments of a call, by name, as given."""
 
 TABLE = (None, None)
 """The shape of two dimensions of any size."""

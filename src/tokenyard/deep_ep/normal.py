@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import inputs, native_calls
 from tokenyard.deep_ep.handles import NormalHandle, kind_for, longer, num_nodes
-from tokenyard.deep_ep.inputs import likely, whole
+from tokenyard.deep_ep.inputs import Asked, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import CACHED, DISPATCH
@@ -28,52 +28,35 @@ Dispatched = tuple[Any, Tensor | None, Tensor | None, list[int], NormalHandle]
 """What ``Buffer.dispatch`` returns, less the event: first rows ``[N, H]``, or FP8 and scales."""
 
 
-class Routing(NamedTuple):
-    """What ``Buffer.dispatch`` was given besides rows and a handle."""
-
-    per_rank: Any
-    per_node: Any
-    in_ranks: Any
-    per_expert: Any
-    topk_idx: Any
-    topk_weights: Any
-    alignment: Any
-    worst: Any
-
-    @property
-    def given_picks(self) -> bool:
-        return self.topk_idx is not None or self.topk_weights is not None
-
-
 def check_dispatch(
-    natives: Natives, data: Tensor, handle: Any, routing: Routing, group: Any
+    natives: Natives, data: Tensor, asked: Asked, group: Any
 ) -> tuple[int, int, NormalHandle | None]:
     """Returns alignment, number of static rows and the handle."""
-    alignment = whole("expert_alignment", routing.alignment, 1)
-    worst = whole("num_worst_tokens", routing.worst)
-    if handle is not None:
-        if routing.given_picks:
+    alignment = whole("expert_alignment", asked.expert_alignment, 1)
+    worst = whole("num_worst_tokens", asked.num_worst_tokens)
+    if asked.handle is not None:
+        if asked.topk_idx is not None or asked.topk_weights is not None:
             raise ValueError(
                 "topk_idx or topk_weights given together with handle: leave them out, the handle "
                 "knows the routing"
             )
-        known = inputs.check_handle(handle, NormalHandle, group)
+        known = inputs.check_handle(asked.handle, NormalHandle, group)
         inputs.check_rows_again("x", data, known)
         return alignment, worst, known
-    if routing.per_expert is None:
+    if asked.num_tokens_per_expert is None:
         raise ValueError(
             "num_tokens_per_expert is missing: pass what get_dispatch_layout() returned, or a "
             "handle"
         )
-    _check_layout(natives, data, routing)
-    if routing.topk_idx is None:
-        if routing.in_ranks is None or routing.topk_weights is not None or worst:
+    _check_layout(natives, data, asked)
+    if asked.topk_idx is None:
+        if asked.is_token_in_rank is None or asked.topk_weights is not None or worst:
             raise ValueError(
                 "topk_idx is missing: without it a dispatch needs is_token_in_rank, and takes "
                 "neither topk_weights nor num_worst_tokens"
             )
     else:
-        inputs.check_picks(routing.topk_idx, routing.topk_weights, data)
+        inputs.check_picks(asked.topk_idx, asked.topk_weights, data)
         tokens, size = max(data.shape[0], 1), natives.world_size
         if worst and worst < size * tokens:
             raise ValueError(
@@ -84,10 +67,10 @@ def check_dispatch(
     return alignment, worst, None
 
 
-def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
+def _check_layout(natives: Natives, data: Tensor, asked: Asked) -> None:
     """What ``get_dispatch_layout`` returned, as far as it was given."""
     size, device = natives.world_size, data.device
-    experts, in_ranks = routing.per_expert, routing.in_ranks
+    experts, in_ranks = asked.num_tokens_per_expert, asked.is_token_in_rank
     inputs.array("num_tokens_per_expert", experts, "[E]", (None,), INDEX_DTYPES, device)
     if not 1 <= experts.numel() <= MOST_EXPERTS:
         raise ValueError(
@@ -97,11 +80,12 @@ def _check_layout(natives: Natives, data: Tensor, routing: Routing) -> None:
     if in_ranks is not None:
         shape = data.shape[0], size
         inputs.array("is_token_in_rank", in_ranks, "[T, R]", shape, (torch.bool,), device)
-    if routing.per_rank is not None:
-        inputs.array("num_tokens_per_rank", routing.per_rank, "[R]", (size,), INDEX_DTYPES)
-    if routing.per_node is not None:
-        nodes = (num_nodes(size),)
-        inputs.array("num_tokens_per_rdma_rank", routing.per_node, "[R / 8]", nodes, INDEX_DTYPES)
+    for name, count, meaning in (
+        ("num_tokens_per_rank", size, "[R]"),
+        ("num_tokens_per_rdma_rank", num_nodes(size), "[R / 8]"),
+    ):
+        if getattr(asked, name) is not None:
+            inputs.array(name, getattr(asked, name), meaning, (count,), INDEX_DTYPES)
 
 
 def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
@@ -128,16 +112,17 @@ def check_bias(bias: Any, handle: NormalHandle, device: torch.device) -> tuple[T
     return terms
 
 
-def refused(natives: Natives, error: Exception, x: Any, handle: Any, routing: Routing) -> Exception:
+def refused(natives: Natives, error: Exception, asked: Asked) -> Exception:
     """Tell the ranks that are in this dispatch; returns the error to raise."""
-    if handle is not None:
-        return natives.refused_with(error, handle, NormalHandle, CACHED)
-    size, picks = natives.world_size, (routing.topk_idx, routing.topk_weights)
-    worst = likely("num_worst_tokens", routing.worst, error, least=0)
+    if asked.handle is not None:
+        return natives.refused_with(error, asked.handle, NormalHandle, CACHED)
+    size, picks = natives.world_size, (asked.topk_idx, asked.topk_weights)
+    worst = likely("num_worst_tokens", asked.num_worst_tokens, error, least=0)
     bound = None if worst is None else worst // size or MAX_TOKENS
-    given = routing.per_expert.numel() if isinstance(routing.per_expert, Tensor) else None
-    guess = inputs.guess(error, x, picks, ("num_tokens_per_expert", given), bound)
-    if not routing.given_picks:  # each rank counts as one expert
+    experts = asked.num_tokens_per_expert
+    given = experts.numel() if isinstance(experts, Tensor) else None
+    guess = inputs.guess(error, asked.x, picks, ("num_tokens_per_expert", given), bound)
+    if picks[0] is picks[1] is None:  # each rank counts as one expert
         guess = guess[0], size, size, *guess[3:]
     ep, exact = natives.whom_normal(guess), not worst
     if worst is None:
