@@ -26,7 +26,7 @@ class Bench:
         self.given = x, idx, torch.rand(TOKENS, TOP, generator=random)
         self.by_rank = self._dispatch()
         self.by_expert = self._dispatch(do_expand=True)
-        self.ep: Any = self.by_rank[3].inner.ep
+        self.ep: Any = self.by_rank[3].ep
         self.ep._calls.engine = Answers(self.ep._calls.engine)
 
     def _dispatch(self, **options: Any) -> Any:
@@ -39,7 +39,7 @@ class Bench:
         buffer, ep, major = self.buffer, self.ep, ty.Layout.EXPERT_MAJOR
         rows, _, scores, handle, _ = self.by_rank
         blocks, _, _, expanded, _ = self.by_expert
-        native, by_expert = handle.inner.native, expanded.inner.native
+        native, by_expert = handle.native, expanded.native
         return {
             "dispatch": (self._dispatch, lambda: ep.dispatch(x, idx, weights)),
             "dispatch, static": (

@@ -222,7 +222,7 @@ def test_attributes(ranks: Ranks) -> None:
                 assert less < more
         assert weakref.ref(buffer)() is buffer and not buffer.explicitly_destroy
         handle = fresh(buffer, world_of(ranks, "few"))[3]
-        assert handle.inner.ep.config.timeout == 1800
+        assert handle.ep.config.timeout == 1800
         assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
         assert buffer.runtime.get_comm_stream() is not None and buffer.get_comm_stream() is not None
         assert isinstance(kind.capture(), EventHandle)
@@ -231,7 +231,7 @@ def test_attributes(ranks: Ranks) -> None:
         assert buffer.runtime is None
         patch.setenv(TIMEOUT_VARIABLE, "77")
         buffer = made(ranks, kind)
-        assert fresh(buffer, world_of(ranks, "few"))[3].inner.ep.config.timeout == 77
+        assert fresh(buffer, world_of(ranks, "few"))[3].ep.config.timeout == 77
         assert len(buffer._natives._normal) == 1  # pyright: ignore[reportPrivateUsage]
         buffer.barrier()
         name = next(iter(inspect.signature(buffer.barrier).parameters))

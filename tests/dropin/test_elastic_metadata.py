@@ -265,8 +265,8 @@ def test_a_replay_after_the_metadata_were_read(ranks: Ranks) -> None:
     stale = captured.recv_src_metadata
     rows, _, handle = expanded(buffer, other, 1, exact=False)
     for into, new in zip(
-        (*captured.inner.native.plan, *captured.inner.native.arrived),
-        (*handle.inner.native.plan, *handle.inner.native.arrived),
+        (*captured.native.plan, *captured.native.arrived),
+        (*handle.native.plan, *handle.native.arrived),
         strict=True,
     ):
         if isinstance(into, Tensor):

@@ -13,7 +13,6 @@ from tokenyard.deep_ep import inputs
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_handle import CoreHandle
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.helpers.missing import missing_call
 from tokenyard.deep_ep.inputs import Asked
 from tokenyard.errors import NotSupported
@@ -26,8 +25,8 @@ class EPHandle(CoreHandle):
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
 
-    def __init__(self, inner: NormalHandle, *rest: Any) -> None:
-        super().__init__(inner, *rest)
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
         self._shown = self.ids()
 
     @property

@@ -14,7 +14,6 @@ from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, most_rows, version_of
 from tokenyard.deep_ep.elastic_metadata import Changed
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import Asked, array, flag, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
@@ -112,15 +111,15 @@ def check_cached(kind: type[CoreHandle], data: Tensor, asked: Asked, group: Any)
         raise ValueError(
             "topk_idx given together with handle: leave it out, the handle knows the routing"
         )
-    check_handle(handle, kind, group)
+    inputs.check_handle(handle, kind, group)
     check_sms(asked)
     for name in ("num_experts", "expert_alignment", "num_max_tokens_per_rank"):
         given, known = getattr(asked, name), getattr(handle, name)
         if given is not None and whole(name, given, 1) != known:
             raise ValueError(f"{name} ({given}) must be {known}, that of the handle: leave it out")
-    inputs.check_rows_again("x", data, handle.inner)
+    inputs.check_rows_again("x", data, handle)
     if asked.topk_weights is not None:
-        picks = data.shape[0], handle.inner.ep.config.num_topk
+        picks = data.shape[0], handle.ep.config.num_topk
         meaning = "[T, K], as the topk_idx of the handle"
         array("topk_weights", asked.topk_weights, meaning, picks, FLOAT_DTYPES, data.device)
     if flags["do_cpu_sync"]:
@@ -135,14 +134,6 @@ def check_cached(kind: type[CoreHandle], data: Tensor, asked: Asked, group: Any)
     return handle
 
 
-def check_handle(handle: Any, kind: type[CoreHandle], group: Any) -> None:
-    """A handle that a dispatch of this generation returned, whose buffer lives."""
-    if not isinstance(handle, kind):
-        given = inputs.told(handle)
-        raise ValueError(f"handle must be the EPHandle that {kind.source} returned, not {given}")
-    inputs.check_handle(handle.inner, NormalHandle, group)
-
-
 def check_combine(
     x: Any, handle: CoreHandle, topk_weights: Any, bias: Any
 ) -> tuple[tuple[Tensor, ...], Changed | None]:
@@ -152,8 +143,8 @@ def check_combine(
     if not handle.as_dispatched(expands):
         return elastic_metadata.check_combine(x, handle, expands, topk_weights, bias)
     if not expands:
-        return normal.check_combine(x, handle.inner, topk_weights, bias), None
-    terms = normal.check_combine(x, handle.inner, None, bias)
+        return normal.check_combine(x, handle, topk_weights, bias), None
+    terms = normal.check_combine(x, handle, None, bias)
     if topk_weights is not None:
         meaning = "[rows], one for each of x, as do_expand returned them"
         array("topk_weights", topk_weights, meaning, (x.shape[0],), FLOAT_DTYPES, x.device)
@@ -176,10 +167,8 @@ def refused(natives: Natives, error: Exception, asked: Asked, exact: bool, most:
 
 # Calls
 
-Dispatched = tuple[
-    Any, Tensor | None, Tensor | None, NormalHandle, CoreHandle, tuple[Tensor | None, ...]
-]
-"""Rows, ids, weights, what calls are made with, the handle around it, its copies of ids."""
+Dispatched = tuple[Any, Tensor | None, Tensor | None, CoreHandle, tuple[Tensor | None, ...]]
+"""Rows, ids, weights, the handle, its copies of ids."""
 
 
 def dispatch(
@@ -217,38 +206,37 @@ def dispatch(
         received = ReceivedIds(ids, version_of(ids), ids.clone())
     else:
         received = ReceivedIds(ids, 0, None)
-    inner = NormalHandle.around(ep, native, topk_idx=kept, num_sms=shape.num_sms)
-    handle = kind(inner, shape, kept, scaleup, received)
+    handle = kind(ep, native, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         handle.note_capture()
     weights = recv.row_weights if shape.do_expand else recv.topk_weights
     made_here = kept if copies else None, received.copy
-    return _rows(recv, by_column), recv.topk_idx, weights, inner, handle, made_here
+    return _rows(recv, by_column), recv.topk_idx, weights, handle, made_here
 
 
 def redispatch(
     rows: Rows,
-    inner: NormalHandle,
+    handle: CoreHandle,
     weights: Tensor | None,
     received: ReceivedIds,
     by_column: bool,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """Rows along a known routing, with the ids ``received``; new weights travel by themselves."""
-    recv, weights = native_calls.redispatch(inner, rows, weights, received.known())
+    recv, weights = native_calls.redispatch(handle, rows, weights, received.known())
     return _rows(recv, by_column), received.again(recv.topk_idx), weights
 
 
 def combine(
     x: Tensor,
-    inner: NormalHandle,
+    handle: CoreHandle,
     weights: Tensor | None,
     terms: tuple[Tensor, ...],
     changed: Changed | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and its weights, of whatever layout."""
     if changed is not None:
-        return elastic_metadata.combine(x, inner, weights, terms, changed)
-    return native_calls.combine(x, inner, weights, terms)
+        return elastic_metadata.combine(x, handle, weights, terms, changed)
+    return native_calls.combine(x, handle, weights, terms)
 
 
 def _rows(recv: Received, by_column: bool) -> Any:

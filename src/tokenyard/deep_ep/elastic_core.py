@@ -16,7 +16,6 @@ from tokenyard.arguments import LONGEST, MOST_BYTES, MOST_PICKS
 from tokenyard.deep_ep import elastic_calls, elastic_facts, inputs
 from tokenyard.deep_ep.elastic_handle import CoreHandle, Shape
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives, timeout_of
 from tokenyard.deep_ep.normal import COUNT_WORDS, MAX_TOKENS
@@ -278,15 +277,14 @@ class CoreBuffer:
                     known = elastic_calls.check_cached(self._kind, rows[0], asked, self.group)
         except inputs.REFUSED as error:
             if handle is not None:
-                raise self._refused(error, handle, CACHED) from None
+                raise natives.refused_with(error, handle, self._kind, CACHED) from None
             exact = flags["do_cpu_sync"] is not False
             raise elastic_calls.refused(natives, error, asked, exact, most or MAX_TOKENS) from None
         run, by_column = self._streams.run, bool(flags["use_tma_aligned_col_major_sf"])
         if known is not None:
-            inner = known.inner
-            natives.last_normal = inner.ep
-            call = rows, inner, asked.topk_weights, known.received, by_column
-            result, event = run(elastic_calls.redispatch, call, rows[0], after, later, inner)
+            natives.last_normal = known.ep
+            call = rows, known, asked.topk_weights, known.received, by_column
+            result, event = run(elastic_calls.redispatch, call, rows[0], after, later, known)
             return _returned((*result, known), event, flags.get("defer_epilogue"))
         assert shape is not None
         picks, stats = (
@@ -303,14 +301,7 @@ class CoreBuffer:
         made = self._kind, flags["do_handle_copy"], self.num_scaleup_ranks
         call = natives, tokens, rows, picks, stats, shape, by_column, made
         result, event = run(elastic_calls.dispatch, call, rows[0], after, later)
-        received, recv_idx, weights, _, handle, _ = result
-        given = received, recv_idx, weights, handle
-        return _returned(given, event, flags.get("defer_epilogue"))
-
-    def _refused(self, error: Exception, handle: Any, op: int) -> Exception:
-        """Of a call with a handle, whose object other ranks call if it is one of this kind."""
-        inner = handle.inner if isinstance(handle, self._kind) else None
-        return self._natives.refused_with(error, inner, NormalHandle, op)
+        return _returned(result[:4], event, flags.get("defer_epilogue"))
 
     def _combine(self, asked: Asked, defers: Any = False) -> Any:
         natives, x, handle, weights = (
@@ -324,14 +315,13 @@ class CoreBuffer:
                 later, after = elastic_calls.check_when(_when(asked))
                 elastic_calls.check_sms(asked)
                 elastic_calls.check_deferred(defers, later)
-                elastic_calls.check_handle(handle, self._kind, self.group)
+                inputs.check_handle(handle, self._kind, self.group)
                 terms, changed = elastic_calls.check_combine(x, handle, weights, asked.bias)
         except inputs.REFUSED as error:
-            raise self._refused(error, handle, COMBINE) from None
-        inner = handle.inner
-        natives.last_normal = inner.ep
-        given = x, inner, weights, terms, changed
-        result, event = self._streams.run(elastic_calls.combine, given, x, after, later, inner)
+            raise natives.refused_with(error, handle, self._kind, COMBINE) from None
+        natives.last_normal = handle.ep
+        given = x, handle, weights, terms, changed
+        result, event = self._streams.run(elastic_calls.combine, given, x, after, later, handle)
         return _returned(result, event, defers)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenyard.api import ExpertParallel
 from tokenyard.call_queue import keep_for
-from tokenyard.deep_ep.handles import NormalHandle, known_picks, same_elements
+from tokenyard.deep_ep.handles import KeptHandle, known_picks, places, same_elements
 from tokenyard.deep_ep.normal import aligned
 from tokenyard.handle import Handle
 from tokenyard.results import rows_of_experts
-from tokenyard.routing import count_keys, pick_owners
+from tokenyard.routing import count_keys, pick_owners, tokens_in_ranks
 from tokenyard.rows import take_values
 
 _RANK = 1 << 32
@@ -52,7 +53,7 @@ class ReceivedIds(NamedTuple):
         return ids if same else self.copy.clone()
 
 
-class CoreHandle:
+class CoreHandle(KeptHandle):
     """T tokens dispatched, K picks of each, N tokens received (each once), L local experts, R
     ranks, M ``num_max_tokens_per_rank``. Without ``do_cpu_sync`` N is R * M, and rows behind
     ``psum_num_recv_tokens_per_scaleup_rank[-1]`` are unspecified. Tensors are worked out when
@@ -65,8 +66,6 @@ class CoreHandle:
     change (in a ``copy.copy()``, say): to have summed the rows of each token itself, for instance.
 
     Attributes:
-        source: the call that returns such, for errors.
-        inner: the native handle, as ``Buffer`` holds one.
         received: the ids that arrived.
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
         was_expanded: ``do_expand`` of the dispatch, whatever it was changed to.
@@ -74,7 +73,6 @@ class CoreHandle:
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
 
-    source: ClassVar[str]
     token_metadata_at_forward = channel_linked_list = None
     given_metadata: Any = None
     _as_made: tuple[Tensor, int] | None = None
@@ -83,13 +81,14 @@ class CoreHandle:
 
     def __init__(
         self,
-        inner: NormalHandle,
+        ep: ExpertParallel,
+        native: Handle,
         shape: Shape,
         topk_idx: Tensor,
         num_scaleup_ranks: int,
         received: ReceivedIds,
     ) -> None:
-        self.inner, self.received, self._topk_idx = inner, received, topk_idx
+        self.ep, self.native, self.received, self._topk_idx = ep, native, received, topk_idx
         self._exact, self._scaleup = shape.do_cpu_sync, num_scaleup_ranks
         self.do_expand = self.was_expanded = shape.do_expand
         self.num_experts, self.num_sms = shape.num_experts, shape.num_sms
@@ -105,24 +104,24 @@ class CoreHandle:
     @cached_property
     def num_recv_tokens(self) -> int:
         """N."""
+        size = self.ep.world_size
         if not self._exact:
-            return self.inner.ep.world_size * self.num_max_tokens_per_rank
-        size = self.inner.ep.world_size
-        return int(self.inner.native.plan.splits[size : 2 * size].sum())
+            return size * self.num_max_tokens_per_rank
+        return int(self.native.plan.splits[size : 2 * size].sum())
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
         """Rows of each local expert, aligned; empty without ``do_cpu_sync``."""
         if not self._exact:
             return []
-        return aligned(rows_of_experts(self.inner.native), self.expert_alignment)
+        return aligned(rows_of_experts(self.native), self.expert_alignment)
 
     @cached_property
     def num_expanded_tokens(self) -> int:
         """Rows with ``do_expand``: all, aligned; the most there can be without ``do_cpu_sync``."""
         if self._exact:
             return sum(self.num_recv_tokens_per_expert_list)
-        picks = self.inner.ep.config.num_topk, self.inner.ep.config.most_local_experts
+        picks = self.ep.config.num_topk, self.ep.config.most_local_experts
         return most_rows(self.num_recv_tokens, *picks, self.expert_alignment)
 
     def note_capture(self) -> None:
@@ -137,9 +136,9 @@ class CoreHandle:
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """Tokens received from the ranks up to each of a scale-up group, each token once, over all
         groups: int32 ``[num_scaleup_ranks]``. The last is N."""
-        native, size = self._native(), self.inner.ep.world_size
+        native, size = self._native(), self.ep.world_size
         if self._exact:
-            counts = self.inner.received()
+            counts = native.plan.splits[size : 2 * size].to(native.arrived.source.device)
         else:
             source = self._arrived[0] if self.was_expanded else native.arrived.source
             if self._scaleup == size:  # few launches, as graphs of decoding hold them
@@ -202,7 +201,7 @@ class CoreHandle:
         source, picks, rows = self._arrived
         rank, token = source >> 32, source & (_RANK - 1)
         first = rank * self.num_max_tokens_per_rank + token
-        second = rank * self.inner.ep.config.num_topk + picks
+        second = rank * self.ep.config.num_topk + picks
         columns = torch.stack([first, second], 1).masked_fill_(source[:, None] < 0, -1)
         return torch.cat([columns, rows], 1).to(torch.int32)
 
@@ -211,24 +210,25 @@ class CoreHandle:
         """Of each pick: the place of its token among those that this rank sent to the same rank, at
         the first pick there, else -1: int32 ``[T, K]``."""
         self._native()
-        config = self.inner.ep.config
+        config = self.ep.config
         idx = known_picks(self.ids(), config.num_experts)
         owners = pick_owners(idx.long(), config.num_experts, config.world_size)
         same = (owners.unsqueeze(2) == owners.unsqueeze(1)).tril(-1).any(2)
-        places = self.inner.send_head().long().gather(1, owners.clamp(min=0))
-        return places.masked_fill(same | (owners < 0), -1).to(torch.int32)
+        sent = places(tokens_in_ranks(idx, config.num_experts, config.world_size))
+        at = sent.long().gather(1, owners.clamp(min=0))
+        return at.masked_fill(same | (owners < 0), -1).to(torch.int32)
 
     # Working them out
 
     def _native(self) -> Handle:
         """The native handle, which the current stream reads now."""
-        native = self.inner.native
-        if self.inner.made_on is not None:
+        native = self.native
+        if self.made_on is not None:
             here = torch.cuda.current_stream(native.arrived.source.device)
             keep_for((*native.plan, *native.arrived), here)
         return native
 
-    def places(self) -> Tensor | None:
+    def order(self) -> Tensor | None:
         """Which of these each row of ``recv_src_metadata`` is about; None: they are in order."""
         if self._exact or not self.was_expanded:
             return None
@@ -242,7 +242,7 @@ class CoreHandle:
         """Of received tokens, by source rank and then token, those of nobody last: source as in
         ``Received.source`` ``[N]``, first local pick ``[N]``, rows of the picks ``[N, K]``."""
         native = self._native()
-        plan, arrived, config = native.plan, native.arrived, self.inner.ep.config
+        plan, arrived, config = native.plan, native.arrived, self.ep.config
         if not self.was_expanded:
             first = (self.received.known() >= 0).to(torch.uint8).argmax(1)
             none = first.new_full((native.num_rows, config.num_topk), -1)
@@ -250,7 +250,7 @@ class CoreHandle:
         slots, picks = plan.slots, plan.picks
         if not slots.shape[1]:  # a rank without experts: nobody's rows only
             slots, picks = slots.new_full((len(slots), 1), -1), picks.new_zeros((len(slots), 1))
-        order = self.places()
+        order = self.order()
         if order is not None:
             slots, picks = slots[order], picks[order]
         source = take_values(arrived.source, slots[:, 0], -1)

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenyard import autograd
-from tokenyard.deep_ep import inputs, normal
+from tokenyard.deep_ep import inputs, native_calls, normal
 from tokenyard.deep_ep.elastic_handle import CoreHandle
-from tokenyard.deep_ep.handles import NormalHandle
-from tokenyard.deep_ep.native_calls import along
 from tokenyard.rows import sum_rows, take_values
 from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES
 
@@ -21,10 +19,9 @@ _NOBODY = torch.iinfo(torch.int64).max
 
 
 class Changed(NamedTuple):
-    """What a ``handle`` says when combine is called: metadata that a caller has read or put there
+    """What a handle says when combine is called: metadata that a caller has read or put there
     (None: as made), and ``do_expand``. ``arrived``: tensors of which metadata are made."""
 
-    handle: CoreHandle
     metadata: Tensor | None
     expands: bool
     arrived: tuple[Any, ...]
@@ -34,8 +31,12 @@ def check_combine(
     x: Any, handle: CoreHandle, expands: bool, topk_weights: Any, bias: Any
 ) -> tuple[tuple[Tensor, ...], Changed]:
     """Rows, weights and bias of a combine; returns the terms of the bias, and what was changed."""
-    inner, picks, metadata = handle.inner, handle.inner.ep.config.num_topk, handle.given_metadata
-    device, tokens = inner.native.plan.returns.device, handle.num_recv_tokens
+    config, metadata = handle.ep.config, handle.given_metadata
+    picks, device, tokens = (
+        config.num_topk,
+        handle.native.plan.returns.device,
+        handle.num_recv_tokens,
+    )
     if metadata is not None:
         shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
         inputs.array(_NAME, metadata, meaning, shape, INDEX_DTYPES, device, "the handle")
@@ -43,7 +44,7 @@ def check_combine(
     rows, meaning = tokens, "[N, H], as many as recv_src_metadata has: do_expand of the handle is 0"
     if expands:
         rows, meaning = None, "[rows, H], to which recv_src_metadata points"
-    shape = rows, inner.ep.config.hidden
+    shape = rows, config.hidden
     inputs.array("x", x, meaning, shape, FLOAT_DTYPES, device, "the handle")
     if expands and metadata is not None and metadata.is_cpu:
         most = int(metadata[:, 2:].max()) if metadata.numel() else -1
@@ -55,13 +56,13 @@ def check_combine(
     if topk_weights is not None:
         shape, meaning = ((len(x),), "[rows]") if expands else ((len(x), picks), "[N, K]")
         inputs.array("topk_weights", topk_weights, meaning, shape, FLOAT_DTYPES, device)
-    changed = Changed(handle, metadata, expands, tuple(inner.native.arrived))
-    return normal.check_bias(bias, inner, device), changed
+    changed = Changed(metadata, expands, tuple(handle.native.arrived))
+    return normal.check_bias(bias, handle, device), changed
 
 
 def combine(
     x: Tensor,
-    inner: NormalHandle,
+    handle: CoreHandle,
     weights: Tensor | None,
     terms: tuple[Tensor, ...],
     changed: Changed,
@@ -73,8 +74,8 @@ def combine(
     0 and a pick each, ``[[.., 5], [.., -1]]``, send row 5 of ``x`` for token 2, and zeros for the
     others.
     """
-    handle, metadata, expands, _ = changed
-    made, places, native = handle.metadata_as_made(), handle.places(), inner.native
+    metadata, expands, _ = changed
+    made, order, native = handle.metadata_as_made(), handle.order(), handle.native
     arrived = len(native.plan.slots) if handle.was_expanded else native.num_rows
     metadata = made if metadata is None else metadata
     source = metadata[:, 0].long().contiguous()
@@ -82,8 +83,8 @@ def combine(
     keys = torch.where(keys < 0, _NOBODY, keys)  # they ascend
     at = torch.searchsorted(keys, source)
     known = torch.where(keys[at] == source, at, -1)
-    if places is not None:
-        known = take_values(places, known, -1)
+    if order is not None:
+        known = take_values(order, known, -1)
     to = torch.where(known < 0, arrived, known)  # this last row is nobody's
     own = torch.arange(len(source), device=x.device).unsqueeze(1)
     slots = metadata[:, 2:].long() if expands else own
@@ -97,7 +98,7 @@ def combine(
             given = take_values(given, slots.flatten(), 0.0).view(slots.shape)
         reduce = given.new_zeros(arrived + 1, given.shape[1]).index_copy_(0, to, given)[:arrived]
     if not handle.was_expanded:
-        return normal.combine(rows, inner, reduce, terms)
-    call = along(inner)
+        return native_calls.combine(rows, handle, reduce, terms)
+    call = native_calls.along(handle)
     call.raw = True
     return autograd.combine(call, rows, None, reduce, terms)

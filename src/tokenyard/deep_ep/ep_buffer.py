@@ -13,7 +13,6 @@ from tokenyard.deep_ep.elastic import Event
 from tokenyard.deep_ep.elastic_core import DISPATCH_FLAGS, PATIENCE, CoreBuffer, rest_of, with_rest
 from tokenyard.deep_ep.elastic_facts import V2_5
 from tokenyard.deep_ep.elastic_handle import CoreHandle, version_of
-from tokenyard.deep_ep.handles import NormalHandle
 from tokenyard.deep_ep.inputs import Asked
 from tokenyard.deep_ep.load_balance import LoadBalance
 from tokenyard.errors import NotSupported
@@ -48,8 +47,8 @@ class EPHandle(CoreHandle):
 
     source = "dispatch() of EPBuffer (DeepEP V2.5)"
 
-    def __init__(self, inner: NormalHandle, *rest: Any) -> None:
-        super().__init__(inner, *rest)
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
         self._version = version_of(self._topk_idx)
 
     def ids(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -42,21 +42,36 @@ def known_picks(topk_idx: Tensor, num_experts: int) -> Tensor:
     return torch.where((topk_idx < 0) | (topk_idx >= num_experts), -1, topk_idx)
 
 
-class LazyTuple(tuple[Any, ...]):
-    """A tuple whose items are made when they are read. To C code that does not ask, they are None.
+class KeptHandle:
+    """A native handle whose memory is kept for the streams that read it.
 
     Attributes:
-        source: the call that returns such, for errors.
+        source: the call that returns such, and what it is, for errors.
         ep, native: the object that dispatched, and its handle.
         made_on: the communication stream that made it; None if the caller's did.
+        more_rows: absent ones at the end of the dispatched result, which the native one lacks.
     """
 
-    makers: ClassVar[tuple[Callable[[Any], Any], ...]]
     source: ClassVar[str]
+    wanted: ClassVar[str] = "the EPHandle that {} returned"
     ep: ExpertParallel
     native: Handle
     made_on: Any = None
+    more_rows: int = 0
     _kept_for: tuple[Any, ...] = ()
+
+    def keep_for(self, stream: Any) -> None:
+        """Tell the allocator that calls on ``stream`` read the plan, perhaps memory of another."""
+        if stream != self.made_on and stream not in self._kept_for:
+            self._kept_for = (*self._kept_for, stream)
+            keep_for(tuple(self.native.plan), stream)
+
+
+class LazyTuple(KeptHandle, tuple[Any, ...]):
+    """A tuple whose items are made when they are read. C code that does not ask finds None."""
+
+    makers: ClassVar[tuple[Callable[[Any], Any], ...]]
+    wanted = "the tuple that {} returned, or one of its items in the memory they were returned in"
     _read_on: tuple[Any, ...] = ()
     _items: dict[int, weakref.ref[Tensor]] | None = None
 
@@ -67,12 +82,6 @@ class LazyTuple(tuple[Any, ...]):
         handle.ep, handle.native = ep, native
         vars(handle).update(rest)
         return handle
-
-    def keep_for(self, stream: Any) -> None:
-        """Tell the allocator that calls on ``stream`` read the plan, perhaps memory of another."""
-        if stream != self.made_on and stream not in self._kept_for:
-            self._kept_for = (*self._kept_for, stream)
-            keep_for(tuple(self.native.plan), stream)
 
     def __getitem__(self, at: SupportsIndex | slice) -> Any:
         if isinstance(at, slice):
@@ -97,7 +106,8 @@ class LazyTuple(tuple[Any, ...]):
                 keep_for((arrived.source, arrived.source_ranges), here)
         item = self.makers[place](self)
         if isinstance(item, Tensor) and not self.lends(place):
-            item.untyped_storage().tokenyard_item = Item(self, place, item.shape)  # pyright: ignore[reportAttributeAccessIssue]
+            # What the memory of an item knows: whose it is, its place there and its shape.
+            item.untyped_storage().tokenyard_item = self, place, item.shape  # pyright: ignore[reportAttributeAccessIssue]
         return item
 
     def lends(self, place: int) -> bool:
@@ -120,15 +130,7 @@ class LazyTuple(tuple[Any, ...]):
     __hash__ = object.__hash__
 
 
-class Item(NamedTuple):
-    """What the memory of an item knows: whose it is, its place there and its shape."""
-
-    handle: LazyTuple
-    place: int
-    shape: torch.Size
-
-
-def _noted(tensor: Tensor) -> Item | None:
+def _noted(tensor: Tensor) -> tuple[LazyTuple, int, torch.Size] | None:
     has_memory = tensor.layout is torch.strided
     return getattr(tensor.untyped_storage(), "tokenyard_item", None) if has_memory else None
 
@@ -152,7 +154,7 @@ def of_items(given: Any) -> Any:
     if isinstance(given, LazyTuple) or not isinstance(given, (tuple, list)):
         return items
     noted = [_noted(item) for item in items if isinstance(item, Tensor)]
-    handle = next((item.handle for item in noted if item is not None), None)
+    handle = next((item[0] for item in noted if item is not None), None)
     if handle is None:
         return items
     if len(items) != len(handle):
@@ -179,13 +181,11 @@ class NormalHandle(LazyTuple):
     -1.
 
     Attributes:
-        more_rows: absent ones at the end of the dispatched result, which the native one lacks.
         in_ranks, topk_idx: one of them says where tokens go.
         num_sms: multiprocessors that the call was allowed.
     """
 
     source = "dispatch() of Buffer (DeepEP V1)"
-    more_rows: int = 0
     in_ranks: Tensor | None = None
     topk_idx: Tensor | None = None
     num_sms: int
@@ -223,11 +223,9 @@ class NormalHandle(LazyTuple):
         return matrix
 
     def channel_prefix_matrix(self) -> Tensor:
-        """Rows to each rank in the channels up to each."""
         return self._by_channel(self.is_token_in_rank().sum(0))
 
     def recv_channel_prefix_matrix(self) -> Tensor:
-        """Rows from each rank in the channels before each."""
         before = self._by_channel(self.received())
         before[:, 0] = 0
         return before
@@ -240,8 +238,7 @@ class NormalHandle(LazyTuple):
         return longer(self.native.arrived.source, self.more_rows, -1)
 
     def send_head(self) -> Tensor:
-        """Place of each token among those that go to the same rank, -1 if it does not go there."""
-        return _places(self.is_token_in_rank())
+        return places(self.is_token_in_rank())
 
     # More than one node
 
@@ -254,7 +251,9 @@ class NormalHandle(LazyTuple):
         return torch.stack([source >> 32, source & _TOKEN], dim=1).to(torch.int32)
 
     def send_rdma_head(self) -> Tensor:
-        return _places(per_node(self.is_token_in_rank()))
+        return places(per_node(self.is_token_in_rank()))
+
+    def nothing(self) -> None: ...
 
     def _by_channel(self, counts: Tensor) -> Tensor:
         """All are in the first channel: int32 ``[len(counts), C]``."""
@@ -270,13 +269,9 @@ class NormalHandle(LazyTuple):
     )
 
 
-def _nothing(handle: LazyTuple) -> None:
-    """Items about rows that a rank forwards for others: here nobody forwards."""
-
-
 class InternodeHandle(NormalHandle):
     """Handle of a normal dispatch on more than 8 ranks: 10 items, of which ``recv_rdma_*`` and
-    ``send_nvl_head`` are None.
+    ``send_nvl_head``, about rows that a rank forwards for others, are None: nobody forwards here.
 
     ``(is_token_in_rank, rdma_channel_prefix_matrix, gbl_channel_prefix_matrix,
     recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
@@ -287,13 +282,13 @@ class InternodeHandle(NormalHandle):
         NormalHandle.is_token_in_rank,
         NormalHandle.rdma_channel_prefix_matrix,
         NormalHandle.channel_prefix_matrix,
-        _nothing,
-        _nothing,
+        NormalHandle.nothing,
+        NormalHandle.nothing,
         NormalHandle.recv_channel_prefix_matrix,
         NormalHandle.recv_rank_prefix_sum,
         NormalHandle.recv_src_meta,
         NormalHandle.send_rdma_head,
-        _nothing,
+        NormalHandle.nothing,
     )
 
 
@@ -309,7 +304,8 @@ def longer(rows: Tensor, more: int, value: int = 0) -> Tensor:
     return torch.cat((rows, end))
 
 
-def _places(goes: Tensor) -> Tensor:
+def places(goes: Tensor) -> Tensor:
+    """Of each token among those that go to the same place, -1 if it does not go there."""
     return torch.where(goes, goes.cumsum(0) - 1, -1).to(torch.int32)
 
 

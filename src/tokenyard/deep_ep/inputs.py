@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard.api import ExpertParallel
 from tokenyard.arguments import LARGEST, MOST_EXPERTS, MOST_PICKS
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import LazyTuple, of_items
+from tokenyard.deep_ep.handles import KeptHandle, of_items
 from tokenyard.dense import check_dense
 from tokenyard.errors import NotSupported
 from tokenyard.formats import SCALE_DTYPES
@@ -34,7 +34,7 @@ Asked = SimpleNamespace
 TABLE = (None, None)
 """The shape of two dimensions of any size."""
 
-Known = TypeVar("Known", bound=LazyTuple)
+Known = TypeVar("Known", bound=KeptHandle)
 
 
 # Plain values: whole numbers as ``operator.index`` knows them, and flags
@@ -256,14 +256,11 @@ def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
 
 
 def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
-    """A tuple of this ``kind``, also if only its items are given. It is good for any buffer of its
+    """A handle of this ``kind``, also if only its items are given. It is good for any buffer of its
     group, as long as the one that made it is not destroyed."""
     handle = of_items(handle)
     if not isinstance(handle, kind):
-        raise ValueError(
-            f"handle must be the tuple that {kind.source} returned, or one of its items in the "
-            f"memory they were returned in, not {told(handle)}"
-        )
+        raise ValueError(f"handle must be {kind.wanted.format(kind.source)}, not {told(handle)}")
     ep = handle.ep
     calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
     if calls.inherited:  # of a process that this one is a fork of
@@ -281,7 +278,7 @@ def check_handle(handle: Any, kind: type[Known], group: Any) -> Known:
     return handle
 
 
-def check_rows_again(name: str, data: Tensor, handle: LazyTuple) -> None:
+def check_rows_again(name: str, data: Tensor, handle: KeptHandle) -> None:
     """Rows of a dispatch along the routing of a ``handle``."""
     native = handle.native
     shape, device = (native.num_tokens, handle.ep.config.hidden), native.plan.returns.device
@@ -289,7 +286,7 @@ def check_rows_again(name: str, data: Tensor, handle: LazyTuple) -> None:
     array(name, data, meaning, shape, (data.dtype,), device, "the handle")
 
 
-def check_rows_back(name: str, rows: Any, handle: LazyTuple, num_rows: int) -> None:
+def check_rows_back(name: str, rows: Any, handle: KeptHandle, num_rows: int) -> None:
     """Rows of a combine."""
     shape, device = (num_rows, handle.ep.config.hidden), handle.native.plan.returns.device
     meaning = "the rows [N, H] that the dispatch brought, of one H"

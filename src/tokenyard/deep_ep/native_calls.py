@@ -11,7 +11,7 @@ from tokenyard import autograd
 from tokenyard.api import ExpertParallel
 from tokenyard.autograd import Call
 from tokenyard.checks import check_spec
-from tokenyard.deep_ep.handles import LazyTuple
+from tokenyard.deep_ep.handles import KeptHandle
 from tokenyard.errors import NotSupported
 from tokenyard.formats import given
 from tokenyard.gradients import by_arrival, weights_there
@@ -56,7 +56,7 @@ def dispatch(
 
 
 def redispatch(
-    handle: LazyTuple, rows: Rows, weights: Tensor | None = None, ids: Tensor | None = None
+    handle: KeptHandle, rows: Rows, weights: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Received, Tensor | None]:
     """Rows along a known routing, and ``weights [T, K]`` as they come there, if there are any.
     ``ids``: that came with rows per rank."""
@@ -69,7 +69,7 @@ def redispatch(
 
 
 def combine(
-    x: Tensor, handle: LazyTuple, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
+    x: Tensor, handle: KeptHandle, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and of their weights if there are any, in whatever layout."""
     ep, native = handle.ep, handle.native
@@ -82,7 +82,7 @@ def combine(
     return autograd.combine(along(handle), x, None, reduce, bias)
 
 
-def along(handle: LazyTuple) -> Call:
+def along(handle: KeptHandle) -> Call:
     """Its object's calls along its routing, in any order of rows, as backwards make them."""
     calls = handle.ep._calls  # pyright: ignore[reportPrivateUsage]
     return Call(calls, handle.native.spec, plan=handle.native.plan)

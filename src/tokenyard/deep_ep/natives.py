@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST, check_timeout
 from tokenyard.deep_ep.chunks import RING_BYTES
-from tokenyard.deep_ep.handles import LazyTuple, LowLatencyHandle, of_items
+from tokenyard.deep_ep.handles import KeptHandle, LowLatencyHandle, of_items
 from tokenyard.deep_ep.inputs import Guess, of_group
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
@@ -194,7 +194,7 @@ class Natives:
         return error
 
     def refused_with(
-        self, error: Exception, handle: Any, kind: type[LazyTuple], op: int
+        self, error: Exception, handle: Any, kind: type[KeptHandle], op: int
     ) -> Exception:
         """The same of a call with a ``handle`` of this ``kind``; a bad one: on the last object."""
         ep = self.last_low_latency if kind is LowLatencyHandle else self.last_normal

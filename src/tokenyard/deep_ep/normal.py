@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard.arguments import MOST_EXPERTS
 from tokenyard.deep_ep import inputs, native_calls
-from tokenyard.deep_ep.handles import NormalHandle, kind_for, longer, num_nodes
+from tokenyard.deep_ep.handles import KeptHandle, NormalHandle, kind_for, longer, num_nodes
 from tokenyard.deep_ep.inputs import Asked, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
@@ -88,7 +88,7 @@ def _check_layout(natives: Natives, data: Tensor, asked: Asked) -> None:
             inputs.array(name, getattr(asked, name), meaning, (count,), INDEX_DTYPES)
 
 
-def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
+def check_combine(x: Any, handle: KeptHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
     """Returns the terms of the bias."""
     config, native = handle.ep.config, handle.native
     rows = native.num_rows + handle.more_rows
@@ -99,7 +99,7 @@ def check_combine(x: Any, handle: NormalHandle, topk_weights: Any, bias: Any) ->
     return check_bias(bias, handle, x.device)
 
 
-def check_bias(bias: Any, handle: NormalHandle, device: torch.device) -> tuple[Tensor, ...]:
+def check_bias(bias: Any, handle: KeptHandle, device: torch.device) -> tuple[Tensor, ...]:
     """Nothing, a tensor or a pair of them; returns these."""
     terms: tuple[Any, ...] = () if bias is None else (bias,)
     if isinstance(bias, (tuple, list)):

@@ -14,7 +14,7 @@ from torch._C import DisableTorchFunction, _set_grad_enabled  # pyright: ignore[
 
 from tokenyard.call_queue import keep_for
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.handles import LazyTuple
+from tokenyard.deep_ep.handles import KeptHandle
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ class Streams:
         like: Tensor,
         after: EventOverlap | None,
         later: bool,
-        handle: LazyTuple | None = None,
+        handle: KeptHandle | None = None,
     ) -> tuple[Result, EventOverlap]:
         """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any),
         without autograd, as DeepEP does.
@@ -118,14 +118,14 @@ class Streams:
             torch.cuda.set_stream(here)
         done = EventHandle.of(stream)
         for part in arguments:
-            if isinstance(part, LazyTuple):
+            if isinstance(part, KeptHandle):
                 part.keep_for(stream)
             else:
                 keep_for(part, stream)
         # results are in memory of the communication stream, and this stream will use them
         made: Any = result
         for part in made if isinstance(made, tuple) else (made,):  # pyright: ignore[reportUnknownVariableType]
-            if isinstance(part, LazyTuple):
+            if isinstance(part, KeptHandle):
                 part.made_on = self._comm
             else:
                 keep_for(part, here)
