@@ -97,7 +97,7 @@ class BufferAllocator:
 # What moves
 
 
-_MAPPING = "int32 [ranks of the host, redundant slots]"
+NAMES = "redundant_expert_weights", "expert_weights"
 
 
 class _Pair(NamedTuple):
@@ -177,20 +177,22 @@ class LoadBalance:
         """
 
         def pairs() -> list[_Pair]:
-            many = _tensors("redundant_expert_weights", redundant_expert_weights)
-            own = _tensors("expert_weights", expert_weights)
+            many = _tensors(NAMES[0], redundant_expert_weights)
+            own = _tensors(NAMES[1], expert_weights)
             if len(many) != len(own):
                 raise ValueError(
                     f"redundant_expert_weights has {len(many)} tensors and expert_weights "
                     f"{len(own)}: pass as many"
                 )
-            both = enumerate(zip(many, own, strict=True))
-            known = [_pair(f"weights[{at}]", *each) for at, each in both]
-            _check_alike(known)
+            known = [
+                _pair(f"weights[{at}]", slots, mine)
+                for at, (slots, mine) in enumerate(zip(many, own, strict=True))
+            ]
+            for name, tensors in zip(NAMES, zip(*known, strict=True), strict=True):
+                _check_alike(name, tensors)
             return known
 
-        given = redundancy_mapping, num_sms, previous_event
-        return self._lend("lb_prefetch_weights", pairs, *given)
+        return self._lend("lb_prefetch_weights", pairs, redundancy_mapping, num_sms, previous_event)
 
     def lb_reduce_grads(
         self,
@@ -211,10 +213,8 @@ class LoadBalance:
         """
 
         def pairs() -> list[_Pair]:
-            for name, value in (
-                ("redundant_expert_grads", redundant_expert_grads),
-                ("expert_grads", expert_grads),
-            ):
+            both = {"redundant_expert_grads": redundant_expert_grads, "expert_grads": expert_grads}
+            for name, value in both.items():
                 array(name, value, "float32 [experts, hidden]", TABLE, (torch.float32,))
             return [_pair("grads", redundant_expert_grads, expert_grads)]
 
@@ -247,7 +247,8 @@ class LoadBalance:
             known = pairs()
             whole("num_sms", num_sms)
             shape = domain.size, known[0].slots.shape[0]
-            array("redundancy_mapping", mapping, _MAPPING, shape, INDEX_DTYPES)
+            meaning = "int32 [ranks of the host, redundant slots]"
+            array("redundancy_mapping", mapping, meaning, shape, INDEX_DTYPES)
             wire = domain.wire(known[0].own.device)
         except REFUSED:
             domain.refuse()
@@ -330,19 +331,15 @@ def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
     )
 
 
-def _check_alike(pairs: list[_Pair]) -> None:
-    """All tensors have the same experts, slots and device."""
-    first = pairs[0]
-    for at, pair in enumerate(pairs):
-        for name, mine, want in (
-            ("redundant_expert_weights", pair.slots, first.slots),
-            ("expert_weights", pair.own, first.own),
-        ):
-            if mine.shape[0] != want.shape[0] or mine.device != want.device:
-                raise ValueError(
-                    f"{name}[{at}] has {mine.shape[0]} experts on {mine.device}, but {name}[0] "
-                    f"{want.shape[0]} on {want.device}: they must be equal"
-                )
+def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:
+    """All have the same experts and device."""
+    first = tensors[0]
+    for at, each in enumerate(tensors):
+        if len(each) != len(first) or each.device != first.device:
+            raise ValueError(
+                f"{name}[{at}] has {len(each)} experts on {each.device}, but {name}[0] "
+                f"{len(first)} on {first.device}: they must be equal"
+            )
 
 
 def _experts(mapping: Tensor, num_experts: int) -> list[list[int]]:

@@ -102,7 +102,7 @@ class Natives:
 
     def counting(self, width: int, device: torch.device) -> ExpertParallel:
         """The object by which each rank gives each other one row of ``width`` words."""
-        sizes = self._counted(width, device)
+        sizes = width, self.world_size, 1, self.world_size, device
         return self._counting.get(sizes) or self._new_normal(self._counting, sizes)
 
     def swap(self, words: Tensor, exact: bool = True) -> Tensor:
@@ -113,10 +113,7 @@ class Natives:
 
     def whom_counting(self, width: int, device: torch.device | None) -> ExpertParallel | None:
         """The one that the others are likely to call; None if they are likely to make one."""
-        return _nearest(self._counting, self._counted(width, device))
-
-    def _counted(self, width: int, device: Any) -> Sizes:
-        return width, self.world_size, 1, self.world_size, device
+        return _nearest(self._counting, (width, self.world_size, 1, self.world_size, device))
 
     def _new_normal(
         self, made: dict[Sizes, ExpertParallel], sizes: Sizes, bounded: bool = False

@@ -1,6 +1,5 @@
-"""Low-latency combines that forks of DeepEP begin while the experts still compute (SGLang's
-single-batch overlap). Here they wait for the experts first: on GPUs in the stream of the call, else
-on the host."""
+"""Low-latency combines that forks of DeepEP begin while the experts still compute (SGLang): here
+they wait for the experts first, on GPUs in the stream of the call, else on the host."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Overlap(NamedTuple):
 
 def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | None:
     """What the arguments ``given`` of a combine ask for; None without ``overlap``. Host memory is
-    waited for here. ValueError: one of them is bad, or the experts are not done in time."""
+    waited for here; ValueError: not done in time."""
     inputs.check_fork("low_latency_combine", given, inputs.LOW_LATENCY_COMBINE)
     if "overlap" not in given:
         return None
@@ -62,7 +61,16 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
         threshold = whole("src_signal_expect_value", given.get("src_signal_expect_value"))
         asked = Overlap(name, signals, None, experts, 1, 1, threshold, patience)
     elif given.get("comp_signal") is not None:
-        asked = _of_blocks(given, handle, device, patience)
+        name, signals, counts = "comp_signal", given["comp_signal"], given.get("packed_recv_count")
+        rows = whole("block_m", given.get("block_m", 64), 1)
+        threshold = whole("threshold", given.get("threshold", 0))
+        per_expert = -(-handle.ep.config.padded_rows // rows)
+        length = signals.numel() if isinstance(signals, Tensor) else 0
+        meaning = f"[L * ceil(R * M / block_m)], here at least {experts * per_expert}"
+        shape = (max(length, experts * per_expert),)
+        inputs.array(name, signals, meaning, shape, SIGNALS, device)
+        inputs.array("packed_recv_count", counts, "[L]", (experts,), (torch.int32,), device)
+        asked = Overlap(name, signals, counts, experts, per_expert, rows, threshold, patience)
     else:
         raise ValueError(
             "overlap=True needs comp_signal (with packed_recv_count, block_m, threshold) or "
@@ -79,26 +87,8 @@ def checked(given: Mapping[str, Any], handle: LowLatencyHandle) -> Overlap | Non
     return asked
 
 
-def _of_blocks(
-    given: Mapping[str, Any], handle: LowLatencyHandle, device: torch.device, patience: float
-) -> Overlap:
-    config = handle.ep.config
-    experts, signals = config.num_local_experts, given["comp_signal"]
-    rows = whole("block_m", given.get("block_m", 64), 1)
-    threshold = whole("threshold", given.get("threshold", 0))
-    per_expert = -(-config.padded_rows // rows)
-    length = signals.numel() if isinstance(signals, Tensor) else 0
-    meaning = f"[L * ceil(R * M / block_m)], here at least {experts * per_expert}"
-    shape = (max(length, experts * per_expert),)
-    inputs.array("comp_signal", signals, meaning, shape, SIGNALS, device)
-    counts = given.get("packed_recv_count")
-    inputs.array("packed_recv_count", counts, "[L]", (experts,), (torch.int32,), device)
-    known = experts, per_expert, rows, threshold, patience
-    return Overlap("comp_signal", signals, counts, *known)
-
-
 def _wait_on_host(asked: Overlap) -> None:
-    """Until every signal has come; they are counted by another thread, or on another stream."""
+    """Another thread counts the signals, or another stream."""
     end = time.monotonic() + asked.patience
     while (lack := _lacking(asked)) is not None:
         if time.monotonic() > end:

@@ -56,7 +56,10 @@ class Scratch:
         num_bytes = self._num_bytes[rdma]
         room = num_bytes // check_dtype(dtype).itemsize
         begin = whole("offset", offset, 0, room, f", the elements of {dtype} in {num_bytes} bytes")
-        shape = torch.Size([room - begin] if size is None else _checked(size))
+        if size is not None and not isinstance(size, (tuple, list)):
+            raise ValueError(f"size ({size!r}) must be a torch.Size or None")
+        given: Any = [room - begin] if size is None else size
+        shape = torch.Size([whole("size", each, 0, MOST_BYTES) for each in given])
         if shape.numel() > room - begin:
             raise ValueError(
                 f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of "
@@ -65,11 +68,8 @@ class Scratch:
             )
         if rdma not in self._held:
             self._held[rdma] = memory(num_bytes)
-        return (
-            self._held[rdma][: room * dtype.itemsize]
-            .view(dtype)[begin:][: shape.numel()]
-            .view(shape)
-        )
+        elements = self._held[rdma][: room * dtype.itemsize].view(dtype)
+        return elements[begin : begin + shape.numel()].view(shape)
 
 
 def memory(num_bytes: int) -> Tensor:
@@ -77,9 +77,3 @@ def memory(num_bytes: int) -> Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.inference_mode(False):  # kept for writes outside of it too
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _checked(size: Any) -> list[int]:
-    if not isinstance(size, (tuple, list)):
-        raise ValueError(f"size ({size!r}) must be a torch.Size or None")
-    return [whole("size", each, 0, MOST_BYTES) for each in size]  # pyright: ignore[reportUnknownVariableType]

@@ -1,6 +1,5 @@
 """Asynchronous calls the DeepEP way: on a communication stream of the buffer, with an event at the
-end. Results exist at once; a stream waits for the event. A call on the CPU returns when it is over.
-"""
+end. Results exist at once; a stream waits for the event. CPU calls return when they are over."""
 
 from __future__ import annotations
 
@@ -62,16 +61,12 @@ class Streams:
         handle: KeptHandle | None = None,
     ) -> tuple[Result, EventOverlap]:
         """``call(*arguments)`` on the device of ``like``, behind the event ``after`` (if any),
-        without autograd, as DeepEP does.
-
-        Modes of ``torch.overrides`` see nothing of it either: ``torch.set_default_device``, which
-        DeepEP's own programs call, sets one, under which even ``tensor.shape`` costs ten times as
-        much.
+        without autograd, as DeepEP does. Modes of ``torch.overrides`` see nothing of it either:
+        under that of ``torch.set_default_device`` even ``tensor.shape`` costs ten times as much.
 
         Args:
             call: returns a tensor, or a tuple of tensors, a handle and other things.
-            arguments: all tensors that the call reads are among them, also in tuples, and so is the
-                handle.
+            arguments: among them, also in tuples, all tensors that the call reads, and the handle.
             later: on the communication stream, else on the current one.
             handle: that the call uses, if any; made on a stream of its own time.
         """

@@ -26,9 +26,8 @@ def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """From ``topk_idx [T, K]``, int64 or int32; -1 and ids out of range are nobody's, as nobody
     waits for the device here. One launch on a GPU where kernels can be made, else by torch."""
     if topk_idx.is_cuda and has_kernels(index := topk_idx.device.index):
-        launch = bound(
-            index, num_experts, num_ranks, topk_idx.shape[1], topk_idx.dtype is torch.int64
-        )
+        kind = topk_idx.shape[1], topk_idx.dtype is torch.int64
+        launch = bound(index, num_experts, num_ranks, *kind)
         return fill(topk_idx, num_experts, num_ranks, launch)
     return by_torch(topk_idx, num_experts, num_ranks)
 
@@ -39,21 +38,18 @@ def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Few operations, as this stands before every dispatch."""
     inside = topk_idx.clamp(-1, num_experts)  # ids out of range are -1 or E
-    in_ranks = _in_ranks(inside, num_experts, num_ranks)
+    share, rest = expert_share(num_experts, num_ranks)
+    if rest:
+        known = known_picks(inside, num_experts)
+        in_ranks = tokens_in_ranks(known, num_experts, num_ranks).contiguous()
+    else:
+        owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1, R: there is none
+        in_ranks = (owners == torch.arange(num_ranks, device=inside.device)).any(1)
     nodes = per_node(in_ranks).sum(0, dtype=torch.int32) if num_nodes(num_ranks) > 1 else None
     place = inside.reshape(-1).long() + 1
     per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=topk_idx.device)
     per_expert.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
     return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[1:-1], in_ranks
-
-
-def _in_ranks(inside: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    share, rest = expert_share(num_experts, num_ranks)
-    if rest:
-        known = known_picks(inside, num_experts)
-        return tokens_in_ranks(known, num_experts, num_ranks).contiguous()
-    owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1 and R if there is none
-    return (owners == torch.arange(num_ranks, device=inside.device)).any(1)
 
 
 # By a kernel
@@ -74,13 +70,8 @@ def bound(
     from tokenyard.memory.kernel_launch import kernels_of, multiprocessors
 
     sms = multiprocessors(torch.device("cuda", index))
-    return kernels_of(index, sms).bind(
-        layout_kernel,
-        min(PROGRAMS, sms),
-        WARPS,
-        None,
-        constants(num_experts, num_ranks, num_topk, wide),
-    )
+    named = constants(num_experts, num_ranks, num_topk, wide)
+    return kernels_of(index, sms).bind(layout_kernel, min(PROGRAMS, sms), WARPS, None, named)
 
 
 def constants(num_experts: int, num_ranks: int, num_topk: int, wide: bool) -> dict[str, Any]:
@@ -109,14 +100,7 @@ def fill(topk_idx: Tensor, num_experts: int, num_ranks: int, launch: Callable[..
     in_ranks = torch.empty((tokens, num_ranks), dtype=torch.bool, device=device)
     experts_at = counts.data_ptr()
     ranks_at = experts_at + 4 * num_experts
-    launch(
-        topk_idx.data_ptr(),
-        *topk_idx.stride(),
-        in_ranks.data_ptr(),
-        experts_at,
-        ranks_at,
-        ranks_at + 4 * num_ranks,
-        tokens,
-    )
+    places = in_ranks.data_ptr(), experts_at, ranks_at, ranks_at + 4 * num_ranks
+    launch(topk_idx.data_ptr(), *topk_idx.stride(), *places, tokens)
     per_expert, per_rank, per_node = counts.split_with_sizes((num_experts, num_ranks, nodes))
     return per_rank, per_node if nodes > 1 else None, per_expert, in_ranks
