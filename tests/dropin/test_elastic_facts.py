@@ -355,15 +355,25 @@ class Point(EventHandle):
         self._events = (SimpleNamespace(wait=wait),)
 
 
+def check_when(previous: Any, before: Any, later: Any, allocate: Any) -> tuple[bool, Any]:
+    asked = SimpleNamespace(
+        previous_event=previous,
+        previous_event_before_epilogue=before,
+        async_with_compute_stream=later,
+        allocate_on_comm_stream=allocate,
+    )
+    return elastic_calls.check_when(asked)
+
+
 def test_what_a_call_waits_for() -> None:
     log: list[str] = []
     first, second = Point(log, "first"), Point(log, "second")
     for given in (None, EventOverlap()):
-        assert elastic_calls.check_when((given, None, True, True)) == (True, None)
+        assert check_when(given, None, True, True) == (True, None)
     for event in (first, EventOverlap(first)):
-        later, after = elastic_calls.check_when((event, None, False, None))
+        later, after = check_when(event, None, False, None)
         assert not later and after is not None and after.event is first
-    later, after = elastic_calls.check_when((first, EventOverlap(second), 1, False))
+    later, after = check_when(first, EventOverlap(second), 1, False)
     assert later and after is not None and after.event is not None
     after.event.wait_on("comm")
     after.current_stream_wait()
@@ -376,7 +386,7 @@ def test_what_comes_before_an_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(record_event=lambda: Point(log, "now")._events[0])  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    _, after = elastic_calls.check_when((None, Point(log, "second"), True, False))
+    _, after = check_when(None, Point(log, "second"), True, False)
     assert after is not None
     after.current_stream_wait()
     assert log == ["now", "second"]

@@ -50,11 +50,9 @@ def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) ->
 
 def mode_of(use_fp8: Any, round_scale: Any, use_ue8m0: Any) -> Quantize | None:
     """The cast in the send."""
-    fp8, rounds = flag("use_fp8", use_fp8), flag("round_scale", round_scale)
-    scales = Quantize.FP8_POW2 if rounds else Quantize.FP8
-    if flag("use_ue8m0", use_ue8m0):
-        scales = Quantize.FP8_UE8M0
-    return scales if fp8 else None
+    scales = Quantize.FP8_POW2 if flag("round_scale", round_scale) else Quantize.FP8
+    scales = Quantize.FP8_UE8M0 if flag("use_ue8m0", use_ue8m0) else scales
+    return scales if flag("use_fp8", use_fp8) else None
 
 
 def check_ways(async_finish: Any, return_recv_hook: Any) -> tuple[bool, bool]:
@@ -82,13 +80,13 @@ def check_sizes(
 def check_dispatch(natives: Natives, asked: Asked) -> Sizes:
     """Look at rows and picks; returns the sizes of the call."""
     x, topk_idx, max_tokens = asked.x, asked.topk_idx, asked.num_max_dispatch_tokens_per_rank
-    if isinstance(x, Tensor) and x.dtype in QUANTIZED_DTYPES:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
+    if x.dtype in QUANTIZED_DTYPES:
         raise ValueError(
             f"x is {x.dtype}, but must be bfloat16, float16 or float32: use_fp8=True casts it in "
             f"the send"
         )
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
     inputs.check_rows(x)
     most, hidden, experts, _ = check_sizes(max_tokens, x.shape[1], asked.num_experts)
     inputs.check_picks(topk_idx, None, x)
@@ -208,8 +206,9 @@ def combine(
     in_two = hooked and low
     if in_two and out is None:
         out = x.new_empty(native.num_tokens, x.shape[-1])
-    how: Any = {"out": out, "return_hook": in_two, "options": options}
-    combined: Any = ep.combine(x, native, weighted=True, topk_weights=topk_weights, **how)
+    call: Any = ep.combine
+    how = {"out": out, "return_hook": in_two, "options": options}
+    combined = call(x, native, weighted=True, topk_weights=topk_weights, **how)
     if in_two and out is not None:
         return out, hook_of(experts, combined.wait)
     if not low:

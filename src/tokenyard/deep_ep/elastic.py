@@ -21,23 +21,18 @@ Event = EventHandle | EventOverlap | None
 
 
 class EPHandle(CoreHandle):
-    """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`."""
+    """Handle of ``ElasticBuffer.dispatch``; see :class:`CoreHandle`.
+
+    Attributes:
+        topk_idx: ids of the dispatch ``[T, K]``, or a copy of them; or what a caller has put there,
+            which changes no call.
+    """
 
     source = "dispatch() of ElasticBuffer (DeepEP V2.1)"
 
     def __init__(self, *made: Any) -> None:
         super().__init__(*made)
-        self._shown = self.ids()
-
-    @property
-    def topk_idx(self) -> Tensor:
-        """Ids of the dispatch ``[T, K]``, or a copy of them; or what a caller has put there, which
-        changes no call."""
-        return self._shown
-
-    @topk_idx.setter
-    def topk_idx(self, ids: Tensor) -> None:
-        self._shown = ids
+        self.topk_idx = self.ids()
 
 
 class ElasticBuffer(CoreBuffer):

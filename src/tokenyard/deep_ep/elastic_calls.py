@@ -25,16 +25,12 @@ SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
 
 
-def check_when(when: tuple[Any, Any, Any, Any]) -> tuple[bool, EventOverlap | None]:
-    """Whether a call is asynchronous, and what it waits for. ``when``: ``previous_event,
-    previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream``."""
-    previous, before_epilogue, later, allocate = when
-    flag("allocate_on_comm_stream", allocate)
-    later = flag("async_with_compute_stream", later)
-    if previous is None and before_epilogue is None:
-        return later, None
-    event = event_of("previous_event", previous)
-    second = event_of("previous_event_before_epilogue", before_epilogue)
+def check_when(asked: Asked) -> tuple[bool, EventOverlap | None]:
+    """Whether a call is asynchronous, and what it waits for."""
+    flag("allocate_on_comm_stream", asked.allocate_on_comm_stream)
+    later = flag("async_with_compute_stream", asked.async_with_compute_stream)
+    event, name = event_of("previous_event", asked.previous_event), "previous_event_before_epilogue"
+    second = event_of(name, getattr(asked, name, None))  # V2.5 has none
     if second is not None:
         event = (event or EventHandle()).with_other(second)
     return later, None if event is None else EventOverlap(event)

@@ -52,12 +52,9 @@ def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
     """``inspect.signature``, which frameworks ask, shows ``defaults`` instead of ``**rest``."""
 
     def show(function: Function) -> Function:
-        known = inspect.signature(function)
-        named = [each for each in known.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        rest = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=value)
-            for name, value in defaults.items()
-        ]
+        known, kind = inspect.signature(function), Parameter.KEYWORD_ONLY
+        *named, _ = known.parameters.values()
+        rest = [Parameter(name, kind, default=value) for name, value in defaults.items()]
         shown: Any = function
         shown.__signature__ = known.replace(parameters=[*named, *rest])
         return function
@@ -66,16 +63,10 @@ def with_rest(defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
 
 
 def rest_of(call: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest as ``given``, else by ``defaults``. TypeError: one is none of them.
-
-    >>> rest_of("f", {"b": 3}, {"a": 1, "b": 2})
-    {'a': 1, 'b': 3}
-    """
-    every = {**defaults, **given}
-    if len(every) != len(defaults):
-        name = next(name for name in given if name not in defaults)
+    """The rest as ``given``, else by ``defaults``. TypeError: one is none of them."""
+    for name in given.keys() - defaults.keys():
         raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-    return every
+    return {**defaults, **given}
 
 
 class CoreBuffer:
@@ -101,11 +92,10 @@ class CoreBuffer:
             "max_tokens_per_rank": "num_max_tokens_per_rank",
         }
         refusal: ValueError | NotSupported | None = None
-        same: dict[str, Any] = {}
         try:
             same = self._settle(given)
         except (ValueError, NotSupported) as error:
-            refusal = error
+            same, refusal = dict[str, Any](), error
         store, place = group_store(group), (self.rank_idx, self.num_ranks)
         assert store is not None  # there is a group
         try:
@@ -268,7 +258,7 @@ class CoreBuffer:
         known: CoreHandle | None = None
         try:
             with DisableTorchFunction():
-                later, after = elastic_calls.check_when(_when(asked))
+                later, after = elastic_calls.check_when(asked)
                 elastic_calls.check_flags(flags, later, self._copies_handles)
                 rows = inputs.check_rows(asked.x)
                 if handle is None:
@@ -312,7 +302,7 @@ class CoreBuffer:
         )
         try:
             with DisableTorchFunction():
-                later, after = elastic_calls.check_when(_when(asked))
+                later, after = elastic_calls.check_when(asked)
                 elastic_calls.check_sms(asked)
                 elastic_calls.check_deferred(defers, later)
                 inputs.check_handle(handle, self._kind, self.group)
@@ -323,12 +313,6 @@ class CoreBuffer:
         given = x, handle, weights, terms, changed
         result, event = self._streams.run(elastic_calls.combine, given, x, after, later, handle)
         return _returned(result, event, defers)
-
-
-def _when(asked: Asked) -> tuple[Any, Any, Any, Any]:
-    before_epilogue = getattr(asked, "previous_event_before_epilogue", None)  # not of V2.5
-    later = asked.async_with_compute_stream, asked.allocate_on_comm_stream
-    return asked.previous_event, before_epilogue, *later
 
 
 def _returned(result: tuple[Any, ...], event: EventOverlap, defers: Any) -> Any:

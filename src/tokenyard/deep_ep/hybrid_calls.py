@@ -268,7 +268,7 @@ def dispatch(natives: Natives, given: Given, config: BufferConfig) -> tuple[Any,
 
 
 def redispatch(given: Given, handle: HybridHandle) -> tuple[Any, ...]:
-    """Rows, and weights if there are any, along a known asked."""
+    """Rows, and weights if there are any, along a known routing."""
     recv, probs = native_calls.redispatch(handle, given.rows, given.weights(handle.topk_idx))
     return _dispatched(given, recv, probs, handle)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -72,11 +72,11 @@ def combine(
     x: Tensor, handle: KeptHandle, weights: Tensor | None = None, bias: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and of their weights if there are any, in whatever layout."""
-    ep, native = handle.ep, handle.native
+    native, call = handle.native, cast("Any", handle.ep.combine)
     if weights is None:
-        return ep.combine(x, native, bias=bias or None), None
+        return call(x, native, bias=bias or None), None
     if native.layout is Layout.FLAT:
-        combined: Any = ep.combine(x, native, reduce_weights=weights, bias=bias)
+        combined = call(x, native, reduce_weights=weights, bias=bias)
         return combined.x, combined.topk_weights
     reduce = by_arrival(weights.float(), native.plan, native.spec, None)
     return autograd.combine(along(handle), x, None, reduce, bias)

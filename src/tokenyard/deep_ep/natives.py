@@ -177,10 +177,12 @@ class Natives:
     ) -> Exception:
         """Tell the ranks that are in this call on ``ep`` (None: those that make one for a dispatch)
         of an ``error``; returns the one to raise."""
-        calls: Any = None if ep is None else ep._calls  # pyright: ignore[reportPrivateUsage]
-        if self.world_size == 1 or (calls is not None and calls.gone):
+        if self.world_size == 1:
             return error
         if ep is not None:
+            calls: Any = ep._calls  # pyright: ignore[reportPrivateUsage]
+            if calls.gone:
+                return error
             on_gpu = ep.device is not None and ep.device.type == "cuda"
             with torch.cuda.device(ep.device) if on_gpu else nullcontext(), torch.no_grad():
                 return calls.refuse(op, exact, error)

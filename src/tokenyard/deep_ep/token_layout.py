@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard.deep_ep.handles import RANKS_PER_NODE, known_picks, num_nodes, per_node
 from tokenyard.engines import obstacles
-from tokenyard.routing import expert_share, power_of_two_at_least, tokens_in_ranks
+from tokenyard.routing import count_keys, power_of_two_at_least, tokens_in_ranks
 
 Layout = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """Tokens per rank int32 ``[R]``, per node int32 (None for one node), per expert int32 ``[E]``;
@@ -32,24 +32,12 @@ def layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     return by_torch(topk_idx, num_experts, num_ranks)
 
 
-# By torch
-
-
 def by_torch(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """Few operations, as this stands before every dispatch."""
-    inside = topk_idx.clamp(-1, num_experts)  # ids out of range are -1 or E
-    share, rest = expert_share(num_experts, num_ranks)
-    if rest:
-        known = known_picks(inside, num_experts)
-        in_ranks = tokens_in_ranks(known, num_experts, num_ranks).contiguous()
-    else:
-        owners = inside.div(share, rounding_mode="floor").unsqueeze(2)  # -1, R: there is none
-        in_ranks = (owners == torch.arange(num_ranks, device=inside.device)).any(1)
+    known = known_picks(topk_idx, num_experts)
+    in_ranks = tokens_in_ranks(known, num_experts, num_ranks).contiguous()
     nodes = per_node(in_ranks).sum(0, dtype=torch.int32) if num_nodes(num_ranks) > 1 else None
-    place = inside.reshape(-1).long() + 1
-    per_expert = torch.zeros(num_experts + 2, dtype=torch.int32, device=topk_idx.device)
-    per_expert.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
-    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert[1:-1], in_ranks
+    per_expert = count_keys(known, num_experts).to(torch.int32)
+    return in_ranks.sum(0, dtype=torch.int32), nodes, per_expert, in_ranks
 
 
 # By a kernel

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, reduce, wraps
-from operator import xor
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -47,8 +46,8 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """``[T, H]`` as FP8 E4M3 of that shape, and float32 scales ``[T, ceil(H / 128)]``."""
-    hidden = x.shape[1]
-    groups = pad(x, (0, -hidden % _GROUP)).float().unflatten(1, (ceil_div(hidden, _GROUP), _GROUP))
+    tokens, hidden = x.shape
+    groups = pad(x, (0, -hidden % _GROUP)).float().view(tokens, ceil_div(hidden, _GROUP), _GROUP)
     largest = groups.abs().amax(2).clamp(_LEAST)
     data = (groups * (_LARGEST / largest.unsqueeze(2))).to(torch.float8_e4m3fn)
     return data.flatten(1)[:, :hidden].contiguous(), largest / _LARGEST
@@ -85,7 +84,10 @@ def hash_tensor(t: Tensor) -> int:
 
 def hash_tensors(*tensors: Any) -> int:
     """Of all tensors, also in lists; others count nothing."""
-    return reduce(xor, map(hash_tensor, _all_of(tensors)), 0)
+    value = 0
+    for each in _all_of(tensors):
+        value ^= hash_tensor(each)
+    return value
 
 
 def count_bytes(*tensors: Any) -> int:

@@ -102,10 +102,10 @@ def bench_kineto(
         with torch.profiler.profile(activities=kinds) as profiler:
             for _ in range(num_tests):
                 flush_l2_cache(flush_l2)
-                if barrier_comm_profiling and barrier is None:
-                    dist.all_reduce(torch.ones(1, device="cuda"))
-                elif barrier_comm_profiling:
+                if barrier_comm_profiling and barrier is not None:
                     barrier()
+                elif barrier_comm_profiling:
+                    dist.all_reduce(torch.ones(1, device="cuda"))
                 fn()
             torch.cuda.synchronize()
         if trace_path is not None:
