@@ -3,26 +3,39 @@ then what is exchanged."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenyard import autograd
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
-from tokenyard.deep_ep import decode, elastic_metadata, inputs, native_calls, normal
+from tokenyard.deep_ep import decode, inputs, native_calls, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, most_rows, version_of
-from tokenyard.deep_ep.elastic_metadata import Changed
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import Asked, array, flag, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import DISPATCH
 from tokenyard.results import Received
-from tokenyard.types import FLOAT_DTYPES, Layout
+from tokenyard.rows import sum_rows, take_values
+from tokenyard.types import FLOAT_DTYPES, INDEX_DTYPES, Layout
+
+_NAME = "recv_src_metadata of the handle"
+_NOBODY = torch.iinfo(torch.int64).max
 
 SCALES_TOGETHER = 4
 """Rows of scales by column are a multiple of so many words, as copies by hardware (TMA) want."""
+
+
+class Changed(NamedTuple):
+    """What a handle says when combine is called: metadata that a caller has read or put there
+    (None: as made), and ``do_expand``. ``arrived``: tensors of which metadata are made."""
+
+    metadata: Tensor | None
+    expands: bool
+    arrived: tuple[Any, ...]
 
 
 def check_when(asked: Asked) -> tuple[bool, EventOverlap | None]:
@@ -137,7 +150,7 @@ def check_combine(
     changed of the handle, if anything."""
     expands = flag("do_expand of the handle", handle.do_expand)
     if not handle.as_dispatched(expands):
-        return elastic_metadata.check_combine(x, handle, expands, topk_weights, bias)
+        return _check_changed(x, handle, expands, topk_weights, bias)
     if not expands:
         return normal.check_combine(x, handle, topk_weights, bias), None
     terms = normal.check_combine(x, handle, None, bias)
@@ -145,6 +158,39 @@ def check_combine(
         meaning = "[rows], one for each of x, as do_expand returned them"
         array("topk_weights", topk_weights, meaning, (x.shape[0],), FLOAT_DTYPES, x.device)
     return terms, None
+
+
+def _check_changed(
+    x: Any, handle: CoreHandle, expands: bool, topk_weights: Any, bias: Any
+) -> tuple[tuple[Tensor, ...], Changed]:
+    """The same where a caller may have changed what the handle says of rows."""
+    config, metadata = handle.ep.config, handle.given_metadata
+    picks, device, tokens = (
+        config.num_topk,
+        handle.native.plan.returns.device,
+        handle.num_recv_tokens,
+    )
+    if metadata is not None:
+        shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
+        array(_NAME, metadata, meaning, shape, INDEX_DTYPES, device, "the handle")
+        tokens = len(metadata)
+    rows, meaning = tokens, "[N, H], as many as recv_src_metadata has: do_expand of the handle is 0"
+    if expands:
+        rows, meaning = None, "[rows, H], to which recv_src_metadata points"
+    shape = rows, config.hidden
+    array("x", x, meaning, shape, FLOAT_DTYPES, device, "the handle")
+    if expands and metadata is not None and metadata.is_cpu:
+        most = int(metadata[:, 2:].max()) if metadata.numel() else -1
+        if most >= len(x):
+            raise ValueError(
+                f"{_NAME} points to row {most}, but x has {len(x)}: its last K columns are rows of "
+                f"x, or -1"
+            )
+    if topk_weights is not None:
+        shape, meaning = ((len(x),), "[rows]") if expands else ((len(x), picks), "[N, K]")
+        array("topk_weights", topk_weights, meaning, shape, FLOAT_DTYPES, device)
+    changed = Changed(metadata, expands, tuple(handle.native.arrived))
+    return normal.check_bias(bias, handle, device), changed
 
 
 # Of a rank that refuses its arguments
@@ -231,8 +277,52 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of each token's rows, and its weights, of whatever layout."""
     if changed is not None:
-        return elastic_metadata.combine(x, handle, weights, terms, changed)
+        return _combine_changed(x, handle, weights, terms, changed)
     return native_calls.combine(x, handle, weights, terms)
+
+
+def _combine_changed(
+    x: Tensor,
+    handle: CoreHandle,
+    weights: Tensor | None,
+    terms: tuple[Tensor, ...],
+    changed: Changed,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of each token's rows. The metadata say whose they are (their first column), and if it
+    ``expands`` where (the last K; -1: nowhere). Who is not named gets nothing.
+
+    Example: 3 tokens came, as arrival rows 0 to 2. Metadata with the first columns of tokens 2 and
+    0 and a pick each, ``[[.., 5], [.., -1]]``, send row 5 of ``x`` for token 2, and zeros for the
+    others.
+    """
+    metadata, expands, _ = changed
+    made, order, native = handle.metadata_as_made(), handle.order(), handle.native
+    arrived = len(native.plan.slots) if handle.was_expanded else native.num_rows
+    metadata = made if metadata is None else metadata
+    source = metadata[:, 0].long().contiguous()
+    keys = torch.cat([made[:, 0].long(), source.new_full((1,), -1)])
+    keys = torch.where(keys < 0, _NOBODY, keys)  # they ascend
+    at = torch.searchsorted(keys, source)
+    known = torch.where(keys[at] == source, at, -1)
+    if order is not None:
+        known = take_values(order, known, -1)
+    to = torch.where(known < 0, arrived, known)  # this last row is nobody's
+    own = torch.arange(len(source), device=x.device).unsqueeze(1)
+    slots = metadata[:, 2:].long() if expands else own
+    index = slots.new_full((arrived + 1, slots.shape[1]), -1).index_copy_(0, to, slots)
+    rows = x.new_empty(arrived, x.shape[1])
+    sum_rows(x.contiguous(), index[:arrived], rows)
+    reduce = None
+    if weights is not None:
+        given = weights.float()
+        if expands:
+            given = take_values(given, slots.flatten(), 0.0).view(slots.shape)
+        reduce = given.new_zeros(arrived + 1, given.shape[1]).index_copy_(0, to, given)[:arrived]
+    if not handle.was_expanded:
+        return native_calls.combine(rows, handle, reduce, terms)
+    call = native_calls.along(handle)
+    call.raw = True
+    return autograd.combine(call, rows, None, reduce, terms)
 
 
 def _rows(recv: Received, by_column: bool) -> Any:
