@@ -164,12 +164,8 @@ def _check_changed(
     x: Any, handle: CoreHandle, expands: bool, topk_weights: Any, bias: Any
 ) -> tuple[tuple[Tensor, ...], Changed]:
     """The same where a caller may have changed what the handle says of rows."""
-    config, metadata = handle.ep.config, handle.given_metadata
-    picks, device, tokens = (
-        config.num_topk,
-        handle.native.plan.returns.device,
-        handle.num_recv_tokens,
-    )
+    config, metadata, tokens = handle.ep.config, handle.given_metadata, handle.num_recv_tokens
+    picks, device = config.num_topk, handle.native.plan.returns.device
     if metadata is not None:
         shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
         array(_NAME, metadata, meaning, shape, INDEX_DTYPES, device, "the handle")
@@ -244,10 +240,9 @@ def dispatch(
     kept = topk_idx.clone() if copies else topk_idx
     native = recv.handle
     ids = native.arrived.topk_idx
+    received = ReceivedIds(ids, 0, None)
     if exact and ids is recv.topk_idx:
         received = ReceivedIds(ids, version_of(ids), ids.clone())
-    else:
-        received = ReceivedIds(ids, 0, None)
     handle = kind(ep, native, shape, kept, scaleup, received)
     if not exact and data.is_cuda and torch.cuda.is_current_stream_capturing():
         handle.note_capture()

@@ -103,8 +103,7 @@ _TWO_AND_A_HALF: Modules = {
 
 @dataclass(frozen=True)
 class Generation:
-    """What programs see of one: the ``folder`` of its shim, the version of DeepEP that was
-    ``released`` with these names, its ``modules``."""
+    """The ``folder`` of its shim, the version of DeepEP ``released`` with it, its ``modules``."""
 
     folder: str
     released: str
@@ -140,10 +139,8 @@ def present(module: str, generation: str | None = None) -> None:
     """Fill ``module`` (``deep_ep`` or ``deep_ep_cpp``), which is being imported, and those below
     it. ``generation``: its name; default: what the environment variable says, else 1. ValueError:
     there is no such. ModuleNotFoundError: it has no such module."""
-    if generation is None:
-        shown = known(os.environ.get(VARIABLE, "") or "1", VARIABLE)
-    else:
-        shown = known(generation)
+    named = os.environ.get(VARIABLE, "") or "1"
+    shown = known(named, VARIABLE) if generation is None else known(generation)
     if module not in shown.modules:
         raise ModuleNotFoundError(
             f"No module named {module!r} in this generation of DeepEP ({VARIABLE})", name=module

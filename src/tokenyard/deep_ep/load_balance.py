@@ -8,7 +8,7 @@ of each rank, -1 for none. Experts are counted within the host, L per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,11 +100,8 @@ class BufferAllocator:
 NAMES = "redundant_expert_weights", "expert_weights"
 
 
-class _Pair(NamedTuple):
-    """Redundant slots ``[C, bytes]`` of this rank and its own experts ``[L, bytes]``, as uint8."""
-
-    slots: Tensor
-    own: Tensor
+Pair = tuple[Tensor, Tensor]
+"""Redundant slots ``[C, bytes]`` of this rank and its own experts ``[L, bytes]``, as uint8."""
 
 
 class LoadBalance:
@@ -176,7 +173,7 @@ class LoadBalance:
             Mismatch: ranks disagree. Nothing has moved.
         """
 
-        def pairs() -> list[_Pair]:
+        def pairs() -> list[Pair]:
             many = _tensors(NAMES[0], redundant_expert_weights)
             own = _tensors(NAMES[1], expert_weights)
             if len(many) != len(own):
@@ -184,10 +181,8 @@ class LoadBalance:
                     f"redundant_expert_weights has {len(many)} tensors and expert_weights "
                     f"{len(own)}: pass as many"
                 )
-            known = [
-                _pair(f"weights[{at}]", slots, mine)
-                for at, (slots, mine) in enumerate(zip(many, own, strict=True))
-            ]
+            both = enumerate(zip(many, own, strict=True))
+            known = [_pair(f"weights[{at}]", *each) for at, each in both]
             for name, tensors in zip(NAMES, zip(*known, strict=True), strict=True):
                 _check_alike(name, tensors)
             return known
@@ -212,7 +207,7 @@ class LoadBalance:
         The rest, collective use and errors are those of :meth:`lb_prefetch_weights`.
         """
 
-        def pairs() -> list[_Pair]:
+        def pairs() -> list[Pair]:
             both = {"redundant_expert_grads": redundant_expert_grads, "expert_grads": expert_grads}
             for name, value in both.items():
                 array(name, value, "float32 [experts, hidden]", TABLE, (torch.float32,))
@@ -226,7 +221,7 @@ class LoadBalance:
     def _lend(
         self,
         call: str,
-        pairs: Callable[[], list[_Pair]],
+        pairs: Callable[[], list[Pair]],
         mapping: Tensor,
         num_sms: Any,
         previous_event: Any,
@@ -246,16 +241,17 @@ class LoadBalance:
             event = event_of("previous_event", previous_event)
             known = pairs()
             whole("num_sms", num_sms)
-            shape = domain.size, known[0].slots.shape[0]
+            slots, own = known[0]
+            shape = domain.size, len(slots)
             meaning = "int32 [ranks of the host, redundant slots]"
             array("redundancy_mapping", mapping, meaning, shape, INDEX_DTYPES)
-            wire = domain.wire(known[0].own.device)
+            wire = domain.wire(own.device)
         except REFUSED:
             domain.refuse()
             raise
 
         def run(*_: Any) -> None:
-            sizes = [*(pair.own.shape[1] for pair in known), known[0].own.shape[0]]
+            sizes = [*(each.shape[1] for _, each in known), len(own)]
             try:
                 rows = _experts(mapping, domain.size * sizes[-1])
             except REFUSED:
@@ -265,24 +261,24 @@ class LoadBalance:
             _move(domain, wire, known, rows, adds)
 
         after = None if event is None else EventOverlap(event)
-        return self._streams.run(run, (mapping, *known), known[0].own, after, True)[1]
+        return self._streams.run(run, (mapping, *known), own, after, True)[1]
 
 
-def _move(domain: Domain, wire: torch.device, pairs: list[_Pair], mapping: Any, adds: bool) -> None:
+def _move(domain: Domain, wire: torch.device, pairs: list[Pair], mapping: Any, adds: bool) -> None:
     """Copy experts into the slots that hold them a second time; or (``adds``) what stands there
     back, and add it, in the order of the ``mapping``."""
     send: list[Message] = []
     recv: list[Message] = []
     sums: list[Tensor] = []
-    for pair in pairs:
+    for slots, own in pairs:
         filled = (
-            (borrower, slot, *divmod(expert, pair.own.shape[0]))
+            (borrower, slot, *divmod(expert, len(own)))
             for borrower, row in enumerate(mapping)
             for slot, expert in enumerate(row)
             if expert >= 0
         )
         for borrower, slot, owner, local in filled:
-            source, target = (owner, pair.own[local]), (borrower, pair.slots[slot])
+            source, target = (owner, own[local]), (borrower, slots[slot])
             if adds:
                 source, target = target, source
             if source[0] == domain.rank:
@@ -303,7 +299,7 @@ def _tensors(name: str, given: Any) -> list[Tensor]:
     return many
 
 
-def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
+def _pair(what: str, slots: Tensor, own: Tensor) -> Pair:
     """Both as bytes, without autograd."""
     names = f"redundant_expert_{what}", f"expert_{what}"
     for name, value in zip(names, (slots, own), strict=True):
@@ -320,15 +316,14 @@ def _pair(what: str, slots: Tensor, own: Tensor) -> _Pair:
         raise ValueError(f"{names[1]} has shape {list(own.shape)}: a rank has at least one expert")
     if slots.device != own.device:
         raise ValueError(f"{names[0]} is on {slots.device}, but {names[1]} on {own.device}")
-    width = own.nbytes // own.shape[0]
-    if slots.nbytes != width * slots.shape[0]:
-        each = slots.nbytes // max(1, slots.shape[0])
+    width, num_slots = own.nbytes // len(own), len(slots)
+    if slots.nbytes != width * num_slots:
+        each = slots.nbytes // max(1, num_slots)
         raise ValueError(
             f"{names[0]} has {each} bytes per expert and {names[1]} {width}: they must be equal"
         )
-    return _Pair(
-        *(each.detach().view(-1).view(torch.uint8).view(len(each), width) for each in (slots, own))
-    )
+    slots, own = (each.detach().view(-1).view(torch.uint8) for each in (slots, own))
+    return slots.view(num_slots, width), own.view(-1, width)
 
 
 def _check_alike(name: str, tensors: Sequence[Tensor]) -> None:

@@ -48,11 +48,9 @@ LOW_LATENCY_OBJECTS = 2
 """Objects that take turns: one call of each may be outstanding, and DeepEP allows two."""
 
 Sizes = tuple[int, int, int, int, torch.device]
-"""What a native object is made with, the same on every rank, also on one without tokens: hidden,
-num_experts, num_topk, max_tokens_per_rank, device. A plain tuple, as one is made in every call."""
-
 NAMES = ("hidden", "num_experts", "num_topk", "max_tokens_per_rank", "device")
-"""Of :data:`Sizes`, in errors."""
+"""What a native object is made with, the same on every rank, also on one without tokens. A plain
+tuple, as one is made in every call."""
 
 
 class Turns(NamedTuple):

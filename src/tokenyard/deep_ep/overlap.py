@@ -25,14 +25,10 @@ PAUSE = 100e-6
 
 
 class Overlap(NamedTuple):
-    """What a combine with ``overlap=`` waits for. Signal ``i`` of an expert is for its rows from
-    ``i * block_rows`` on.
-
-    Attributes:
-        signals: int32 ``[L * per_expert]`` or more; None: nothing to wait for.
-        counts: int32 ``[L]``, rows of each expert; None: its one signal counts.
-        patience: seconds; half of the object's timeout, so that waiting ranks learn why in theirs.
-    """
+    """What a combine with ``overlap=`` waits for: ``signals`` (int32 ``[L * per_expert]`` or more;
+    None: nothing), of which ``i`` of an expert is for its rows from ``i * block_rows`` on, for so
+    many rows as its ``counts`` (int32 ``[L]``; None: its one signal counts). ``patience``: seconds;
+    half of the object's timeout, so that waiting ranks learn why in theirs."""
 
     name: str
     signals: Tensor | None
@@ -147,7 +143,7 @@ def _launch(index: int, counted: bool) -> Callable[..., None]:
 
 
 def wait(asked: Overlap | None) -> None:
-    """Let the current stream wait; of host memory :func:`checked` did."""
+    """Let the current stream wait; without kernels :func:`checked` did."""
     if asked is None or asked.signals is None or not asked.signals.is_cuda:
         return
     index = asked.signals.get_device()

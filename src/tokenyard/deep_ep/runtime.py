@@ -58,7 +58,7 @@ class Scratch:
         begin = whole("offset", offset, 0, room, f", the elements of {dtype} in {num_bytes} bytes")
         if size is not None and not isinstance(size, (tuple, list)):
             raise ValueError(f"size ({size!r}) must be a torch.Size or None")
-        given = [room - begin] if size is None else size  # pyright: ignore[reportUnknownVariableType]
+        given: Any = [room - begin] if size is None else list[Any](size)
         shape = torch.Size([whole("size", each, 0, MOST_BYTES) for each in given])
         if shape.numel() > room - begin:
             raise ValueError(
