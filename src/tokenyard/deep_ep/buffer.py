@@ -319,8 +319,7 @@ class Buffer(decode.LowLatencyState):
                 Counts int32 ``[L]``. The handle. The event (None inside unless ``async_finish``). A
                 hook that makes the rows good, if ``return_recv_hook``.
         """
-        asked, natives = Asked(**locals()), self._natives.check_open()
-        stats = cumulative_local_expert_recv_stats
+        natives, stats = self._natives.check_open(), cumulative_local_expert_recv_stats
         if isinstance(stats, bool):
             use_fp8, stats = stats, None
         try:
@@ -328,12 +327,13 @@ class Buffer(decode.LowLatencyState):
             with DisableTorchFunction():
                 later, hooked = decode.check_ways(async_finish, return_recv_hook)
                 mode = decode.mode_of(use_fp8, round_scale, use_ue8m0)
-                sizes = decode.check_dispatch(natives, asked)
-                decode.check_counts(natives, sizes[1], stats, sizes[4])
-                where = "dispatch_wait_recv_cost_stats", self.rank, self.group_size
-                waits = decode.check_waits(*where, dispatch_wait_recv_cost_stats, sizes[4])
+                given = x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts
+                sizes = decode.check_dispatch(natives, *given)
+                decode.check_counts(natives, sizes[1], stats, x.device)
+                name, waits = "dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats
+                waits = decode.check_waits(name, self.rank, self.group_size, waits, x.device)
         except inputs.REFUSED as error:
-            raise decode.refused(natives, error, asked) from None
+            raise decode.refused(natives, error, Asked(**locals())) from None
         arguments = (natives, sizes, x, topk_idx, mode, stats, waits, hooked)
         (rows, counts, handle, hook), event = self._streams.run(
             decode.dispatch, arguments, x, None, later

@@ -77,9 +77,10 @@ def check_sizes(
     )
 
 
-def check_dispatch(natives: Natives, asked: Asked) -> Sizes:
+def check_dispatch(
+    natives: Natives, x: Any, topk_idx: Any, max_tokens: Any, num_experts: Any
+) -> Sizes:
     """Look at rows and picks; returns the sizes of the call."""
-    x, topk_idx, max_tokens = asked.x, asked.topk_idx, asked.num_max_dispatch_tokens_per_rank
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor [T, H], not {type(x).__name__}")
     if x.dtype in QUANTIZED_DTYPES:
@@ -88,7 +89,8 @@ def check_dispatch(natives: Natives, asked: Asked) -> Sizes:
             f"the send"
         )
     inputs.check_rows(x)
-    most, hidden, experts, _ = check_sizes(max_tokens, x.shape[1], asked.num_experts)
+    most = whole("num_max_dispatch_tokens_per_rank", max_tokens, 1)
+    experts = whole("num_experts", num_experts, 1, MOST_EXPERTS)
     inputs.check_picks(topk_idx, None, x)
     inputs.check_tokens(x, "num_max_dispatch_tokens_per_rank", most)
     size = natives.world_size
@@ -98,7 +100,7 @@ def check_dispatch(natives: Natives, asked: Asked) -> Sizes:
             f"local experts makes more rows than int32 counts ({LARGEST}): lower it on all ranks "
             f"alike"
         )
-    return hidden, experts, topk_idx.shape[1], most, x.device
+    return x.shape[1], experts, topk_idx.shape[1], most, x.device
 
 
 def check_counts(natives: Natives, num_experts: int, stats: Any, device: torch.device) -> None:

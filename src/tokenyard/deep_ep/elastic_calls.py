@@ -14,7 +14,7 @@ from tokenyard.deep_ep import decode, inputs, native_calls, normal
 from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, most_rows, version_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
-from tokenyard.deep_ep.inputs import Asked, array, flag, likely, whole
+from tokenyard.deep_ep.inputs import ANY, Asked, array, flag, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
 from tokenyard.header import DISPATCH
@@ -63,7 +63,7 @@ def event_of(name: str, given: Any) -> EventHandle | None:
 def check_flags(flags: dict[str, Any], later: bool, copies_handles: bool) -> None:
     """Make each a bool; None means the default. ``later``: of an asynchronous call."""
     for name, value in flags.items():
-        if value is not None:
+        if value is not False and value is not True and value is not None:
             flags[name] = flag(name, value)
     if not copies_handles and flags["do_handle_copy"]:
         raise ValueError("do_handle_copy (True) must be False, as in DeepEP V2.5: clone topk_idx")
@@ -167,12 +167,12 @@ def _check_changed(
     config, metadata, tokens = handle.ep.config, handle.given_metadata, handle.num_recv_tokens
     picks, device = config.num_topk, handle.native.plan.returns.device
     if metadata is not None:
-        shape, meaning = (None, 2 + picks), "[N, 2 + K], as the dispatch left it"
+        shape, meaning = (ANY, 2 + picks), "[N, 2 + K], as the dispatch left it"
         array(_NAME, metadata, meaning, shape, INDEX_DTYPES, device, "the handle")
         tokens = len(metadata)
     rows, meaning = tokens, "[N, H], as many as recv_src_metadata has: do_expand of the handle is 0"
     if expands:
-        rows, meaning = None, "[rows, H], to which recv_src_metadata points"
+        rows, meaning = ANY, "[rows, H], to which recv_src_metadata points"
     shape = rows, config.hidden
     array("x", x, meaning, shape, FLOAT_DTYPES, device, "the handle")
     if expands and metadata is not None and metadata.is_cpu:

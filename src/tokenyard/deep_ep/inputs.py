@@ -31,8 +31,18 @@ Guess = tuple[Any, Any, Any, Any, Any]
 Asked = SimpleNamespace
 """The arguments of a call, by name, as given."""
 
-TABLE = (None, None)
-"""The shape of two dimensions of any size."""
+
+class _Any:
+    """A size that is equal to any: checks of good tensors compare shapes, and no more."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+ANY: Any = _Any()
+TABLE = (ANY, ANY)
 
 Known = TypeVar("Known", bound=KeptHandle)
 
@@ -128,18 +138,18 @@ def array(
     name: str,
     value: Any,
     meaning: str,
-    shape: tuple[int | None, ...],
+    shape: tuple[Any, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
     like: str = "x",
 ) -> Tensor:
-    """A dense tensor of ``shape`` and ``dtypes`` (None: any size), on the device of ``like``."""
+    """A dense tensor of ``shape`` and ``dtypes``, on the device of ``like`` (None: any)."""
     check_dense(name, value, f" {meaning}")
-    if None in shape and value.dim() == len(shape):
-        pairs = zip(value.shape, shape, strict=True)
-        shape = tuple(size if want is None else want for size, want in pairs)
     if value.shape != shape:
-        sizes = "" if None in shape else f" = {list(shape)}"
+        if value.dim() == len(shape):
+            pairs = zip(value.shape, shape, strict=True)
+            shape = tuple(size if want is ANY else want for size, want in pairs)
+        sizes = "" if any(size is ANY for size in shape) else f" = {list(shape)}"
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {meaning}{sizes}")
     if value.dtype not in dtypes:
         names = " or ".join(map(_bare, dtypes))
@@ -189,7 +199,7 @@ def check_rows(x: Any) -> tuple[Tensor, Tensor | None]:
     first, second = given
     data = array("x[0]", first, "[T, H]", TABLE, QUANTIZED_DTYPES)
     _check_place("x[0]", data)
-    shape, meaning = (data.shape[0], None), "[T, S], a row for each of x[0]"
+    shape, meaning = (data.shape[0], ANY), "[T, S], a row for each of x[0]"
     scales = array("x[1]", second, meaning, shape, SCALE_DTYPES, data.device)
     if not scales.shape[1]:
         raise ValueError(
@@ -243,7 +253,7 @@ def _check_place(name: str, x: Tensor) -> None:
 
 def check_picks(topk_idx: Any, topk_weights: Any, x: Tensor) -> None:
     """Picks of the tokens of ``x``, and their weights (or None)."""
-    shape, meaning = (x.shape[0], None), "[T, K], a row for each of x"
+    shape, meaning = (x.shape[0], ANY), "[T, K], a row for each of x"
     array("topk_idx", topk_idx, meaning, shape, INDEX_DTYPES, x.device)
     if not 1 <= topk_idx.shape[1] <= MOST_PICKS:
         raise ValueError(

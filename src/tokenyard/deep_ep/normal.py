@@ -71,7 +71,7 @@ def _check_layout(natives: Natives, data: Tensor, asked: Asked) -> None:
     """What ``get_dispatch_layout`` returned, as far as it was given."""
     size, device = natives.world_size, data.device
     experts, in_ranks = asked.num_tokens_per_expert, asked.is_token_in_rank
-    inputs.array("num_tokens_per_expert", experts, "[E]", (None,), INDEX_DTYPES, device)
+    inputs.array("num_tokens_per_expert", experts, "[E]", (inputs.ANY,), INDEX_DTYPES, device)
     if not 1 <= experts.numel() <= MOST_EXPERTS:
         raise ValueError(
             f"num_tokens_per_expert has {experts.numel()} experts, but must have 1 to "
@@ -80,12 +80,12 @@ def _check_layout(natives: Natives, data: Tensor, asked: Asked) -> None:
     if in_ranks is not None:
         shape = data.shape[0], size
         inputs.array("is_token_in_rank", in_ranks, "[T, R]", shape, (torch.bool,), device)
-    for name, count, meaning in (
-        ("num_tokens_per_rank", size, "[R]"),
-        ("num_tokens_per_rdma_rank", num_nodes(size), "[R / 8]"),
-    ):
-        if getattr(asked, name) is not None:
-            inputs.array(name, getattr(asked, name), meaning, (count,), INDEX_DTYPES)
+    per_rank, per_node = asked.num_tokens_per_rank, asked.num_tokens_per_rdma_rank
+    if per_rank is not None:
+        inputs.array("num_tokens_per_rank", per_rank, "[R]", (size,), INDEX_DTYPES)
+    if per_node is not None:
+        nodes = (num_nodes(size),)
+        inputs.array("num_tokens_per_rdma_rank", per_node, "[R / 8]", nodes, INDEX_DTYPES)
 
 
 def check_combine(x: Any, handle: KeptHandle, topk_weights: Any, bias: Any) -> tuple[Tensor, ...]:
