@@ -138,10 +138,9 @@ class CoreBuffer:
         self.use_fp8_dispatch = flag("use_fp8_dispatch", given["use_fp8_dispatch"])
         self.deterministic = flag("deterministic", given["deterministic"])
         self.allow_hybrid_mode = flag("allow_hybrid_mode", given["allow_hybrid_mode"])
-        name = "allow_multiple_reduction"
-        self.allow_multiple_reduction = flag(name, given[name])
-        name = "prefer_overlap_with_compute"
-        self.prefer_overlap_with_compute = flag(name, given[name])
+        reduces, overlaps = "allow_multiple_reduction", "prefer_overlap_with_compute"
+        self.allow_multiple_reduction = flag(reduces, given[reduces])
+        self.prefer_overlap_with_compute = flag(overlaps, given[overlaps])
         self.explicitly_destroy = flag("explicitly_destroy", given["explicitly_destroy"])
         if given["sl_idx"] is not None:
             whole("sl_idx", given["sl_idx"])

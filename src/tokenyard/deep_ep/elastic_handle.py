@@ -73,6 +73,7 @@ class CoreHandle(KeptHandle):
         token_metadata_at_forward, channel_linked_list: None, as no rank relays rows.
     """
 
+    wanted = "the EPHandle that {} returned"
     token_metadata_at_forward = channel_linked_list = None
     given_metadata: Any = None
     _as_made: tuple[Tensor, int] | None = None

@@ -73,10 +73,11 @@ class EventOverlap:
             "this call was not asynchronous, so there is no event to wait for"
         )
         self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
         if release_handle:
             self.event = None
-        hook, self.hook_after_wait = self.hook_after_wait, None
-        return None if hook is None else hook()
+        return result
 
     def wait(self) -> Any:
         """:meth:`current_stream_wait`."""

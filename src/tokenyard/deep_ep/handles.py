@@ -46,14 +46,14 @@ class KeptHandle:
     """A native handle whose memory is kept for the streams that read it.
 
     Attributes:
-        source: the call that returns such, and what it is, for errors.
+        source, wanted: the call that returns such, and what it is, for errors.
         ep, native: the object that dispatched, and its handle.
         made_on: the communication stream that made it; None if the caller's did.
         more_rows: absent ones at the end of the dispatched result, which the native one lacks.
     """
 
     source: ClassVar[str]
-    wanted: ClassVar[str] = "the EPHandle that {} returned"
+    wanted: ClassVar[str]
     ep: ExpertParallel
     native: Handle
     made_on: Any = None
@@ -253,7 +253,8 @@ class NormalHandle(LazyTuple):
     def send_rdma_head(self) -> Tensor:
         return places(per_node(self.is_token_in_rank()))
 
-    def nothing(self) -> None: ...
+    def nothing(self) -> None:
+        """Of rows that are forwarded."""
 
     def _by_channel(self, counts: Tensor) -> Tensor:
         """All are in the first channel: int32 ``[len(counts), C]``."""

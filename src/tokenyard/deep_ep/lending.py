@@ -32,8 +32,8 @@ Message = tuple[int, Tensor]
 
 
 def _digest(numbers: Sequence[int]) -> int:
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(blake2b(text, digest_size=7).digest(), "little")
+    digest = blake2b(",".join(map(str, numbers)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 class Domain:

@@ -56,10 +56,10 @@ class Scratch:
         num_bytes = self._num_bytes[rdma]
         room = num_bytes // check_dtype(dtype).itemsize
         begin = whole("offset", offset, 0, room, f", the elements of {dtype} in {num_bytes} bytes")
-        if size is not None and not isinstance(size, (tuple, list)):
+        wanted: Any = [room - begin] if size is None else size
+        if not isinstance(wanted, (tuple, list)):
             raise ValueError(f"size ({size!r}) must be a torch.Size or None")
-        given: Any = [room - begin] if size is None else list[Any](size)
-        shape = torch.Size([whole("size", each, 0, MOST_BYTES) for each in given])
+        shape = torch.Size([whole("size", each, 0, MOST_BYTES) for each in wanted])  # pyright: ignore[reportUnknownVariableType]
         if shape.numel() > room - begin:
             raise ValueError(
                 f"size ({list(shape)}) from offset {begin} needs {shape.numel()} elements of "
