@@ -9,9 +9,9 @@ import torch
 
 from tokenyard.deep_ep import utils
 from tokenyard.deep_ep.buffer import Buffer
-from tokenyard.deep_ep.chunks import Config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.generations import GENERATIONS as _GENERATIONS
+from tokenyard.deep_ep.runtime import Config
 
 topk_idx_t = torch.int64
 """The dtype that DeepEP takes for ids; here int32 is as good."""

@@ -11,12 +11,11 @@ from torch._C import DisableTorchFunction
 
 from tokenyard.arguments import MOST_BYTES, MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, normal, overlap, token_layout
-from tokenyard.deep_ep.chunks import MOST_SMS, USUAL_SMS, Config, check_config
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.handles import LowLatencyHandle, NormalHandle
 from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.runtime import Runtime, Scratch
+from tokenyard.deep_ep.runtime import MOST_SMS, USUAL_SMS, Config, Runtime, Scratch, check_config
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.errors import NotSupported
 from tokenyard.header import COMBINE

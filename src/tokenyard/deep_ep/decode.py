@@ -12,12 +12,12 @@ from torch import Tensor
 from tokenyard.api import ExpertParallel
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import LowLatencyHandle
 from tokenyard.deep_ep.inputs import Asked, flag, likely, whole
 from tokenyard.deep_ep.natives import LOW_LATENCY, LOW_LATENCY_OBJECTS, Natives, Sizes
 from tokenyard.deep_ep.overlap import Overlap, hook_of
 from tokenyard.deep_ep.overlap import wait as wait_for
+from tokenyard.deep_ep.runtime import RING_BYTES
 from tokenyard.engines.base import CallOptions
 from tokenyard.header import DISPATCH
 from tokenyard.results import by_column

@@ -11,12 +11,12 @@ from torch import Tensor
 from tokenyard import autograd
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import decode, inputs, native_calls, normal
-from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.elastic_handle import CoreHandle, ReceivedIds, Shape, most_rows, version_of
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
 from tokenyard.deep_ep.inputs import ANY, Asked, array, flag, likely, whole
 from tokenyard.deep_ep.native_calls import Rows
 from tokenyard.deep_ep.natives import Natives
+from tokenyard.deep_ep.runtime import MOST_SMS
 from tokenyard.header import DISPATCH
 from tokenyard.results import Received
 from tokenyard.rows import sum_rows, take_values

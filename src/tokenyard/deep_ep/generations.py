@@ -21,8 +21,8 @@ Modules = dict[str, dict[str, str]]
 """Of each module: names, by the module of ``tokenyard.deep_ep`` that has them."""
 
 _EVENTS = {"events": "EventHandle EventOverlap"}
-_V1 = {"buffer": "Buffer", "chunks": "Config", **_EVENTS, "": "topk_idx_t"}
-_COMPILED = {"chunks": "Config", "events": "EventHandle", "": "topk_idx_t"}
+_V1 = {"buffer": "Buffer", "runtime": "Config", **_EVENTS, "": "topk_idx_t"}
+_COMPILED = {"runtime": "Config", "events": "EventHandle", "": "topk_idx_t"}
 _ONE: Modules = {
     "deep_ep": _V1,
     "deep_ep.buffer": {"buffer": "Buffer"},

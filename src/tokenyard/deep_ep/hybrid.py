@@ -13,7 +13,6 @@ from torch._C import DisableTorchFunction
 from tokenyard.arguments import LARGEST, MOST_EXPERTS
 from tokenyard.deep_ep import hybrid_calls as calls
 from tokenyard.deep_ep import inputs
-from tokenyard.deep_ep.chunks import MOST_SMS
 from tokenyard.deep_ep.handles import RANKS_PER_NODE
 from tokenyard.deep_ep.hybrid_routing import (
     USUAL_SMS,
@@ -24,7 +23,7 @@ from tokenyard.deep_ep.hybrid_routing import (
 )
 from tokenyard.deep_ep.inputs import Asked, flag, whole
 from tokenyard.deep_ep.natives import Natives
-from tokenyard.deep_ep.runtime import Runtime
+from tokenyard.deep_ep.runtime import MOST_SMS, Runtime
 from tokenyard.deep_ep.streams import Streams
 from tokenyard.header import CACHED, COMBINE
 

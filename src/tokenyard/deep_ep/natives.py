@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tokenyard.api import BESIDE_COLLECTIVES, ExpertParallel
 from tokenyard.arguments import LONGEST, check_timeout
-from tokenyard.deep_ep.chunks import RING_BYTES
 from tokenyard.deep_ep.handles import KeptHandle, LowLatencyHandle, of_items
 from tokenyard.deep_ep.inputs import Guess, of_group
+from tokenyard.deep_ep.runtime import RING_BYTES
 from tokenyard.engines.known import AUTO, ENGINES, LOW_LATENCY
 from tokenyard.errors import Mismatch, NotSupported, PeerTimeout
 from tokenyard.header import DISAGREE, DISPATCH
