@@ -276,10 +276,8 @@ class CoreBuffer:
             result, event = run(elastic_calls.redispatch, call, rows[0], after, later, known)
             return _returned((*result, known), event, flags.get("defer_epilogue"))
         assert shape is not None
-        picks, stats = (
-            (asked.topk_idx, asked.topk_weights),
-            asked.cumulative_local_expert_recv_stats,
-        )
+        picks = asked.topk_idx, asked.topk_weights
+        stats = asked.cumulative_local_expert_recv_stats
         num_sms = shape.num_sms
         if not num_sms:
             sizes = shape.num_experts, asked.topk_idx.shape[1]
@@ -293,12 +291,8 @@ class CoreBuffer:
         return _returned(result[:4], event, flags.get("defer_epilogue"))
 
     def _combine(self, asked: Asked, defers: Any = False) -> Any:
-        natives, x, handle, weights = (
-            self._natives.check_open(),
-            asked.x,
-            asked.handle,
-            asked.topk_weights,
-        )
+        natives, handle = self._natives.check_open(), asked.handle
+        x, weights = asked.x, asked.topk_weights
         try:
             with DisableTorchFunction():
                 later, after = elastic_calls.check_when(asked)

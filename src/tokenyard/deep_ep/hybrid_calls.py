@@ -58,7 +58,6 @@ OTHER = {"num_dispatched_tokens": "", "use_host_meta": "", "num_of_tokens_per_ra
 """Arguments of other versions of the branch. The second is the reverse of ``non_blocking``; the
 last is what ranks with fewer tokens are padded to, which nobody is here."""
 
-
 SWITCHES = ("use_fp8", "non_blocking", "fuse_permute_dispatch", "fuse_unpermute_combine")
 
 
@@ -249,11 +248,8 @@ def _bound(static: bool, config: BufferConfig) -> int:
 
 def dispatch(natives: Natives, given: Given, config: BufferConfig) -> tuple[Any, ...]:
     data, shape, experts = given.rows[0], given.shape, given.num_experts
-    topk_idx, table, static = (
-        given.asked.topk_idx,
-        given.asked.routing_map,
-        shape.rows is not None,
-    )
+    topk_idx, table = given.asked.topk_idx, given.asked.routing_map
+    static = shape.rows is not None
     if table is not None:
         top = experts if static else _agreed_picks(natives, table)
         topk_idx = maps.picks_of(table, min(top, experts))
