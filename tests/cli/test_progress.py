@@ -8,6 +8,7 @@ import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,26 @@ def test_commands_tell_on_stderr(command: str) -> None:
     assert done.returncode == 0, done.stderr
     assert told(done.stderr) == ["starting 2 ranks", *STAGES[command]]
     assert done.stdout and not told(done.stdout)
+
+
+@pytest.mark.parametrize("command", ["--help", "plan", "plan --json", "doctor", *SMALL])
+def test_output_that_finds_no_room_is_one_line(command: str, tmp_path: Path) -> None:
+    waits = tmp_path / "waits.prom"
+    waits.write_text('tokenyard_wait_seconds_total{rank="0",source="1",for="dispatch, rows"} 1\n')
+    more = {"doctor": ["--waits", str(waits)]} | {
+        name: ["--ranks", "2", *options] for name, options in SMALL.items()
+    }
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tokenyard", *command.split(), *more.get(command, [])],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    of_torch = re.compile(r"\[rank\d\]:\[W")  # warnings
+    lines = [line for line in done.stderr.splitlines() if not of_torch.match(line)]
+    said = [line for line in lines if not LINE.fullmatch(line)]
+    assert (done.returncode, said) == (1, ["tokenyard: [Errno 28] No space left on device"])
 
 
 @pytest.mark.parametrize(("suite", "times"), [("nvlink", 1), ("low_latency", 1), ("twolevel", 2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 try:
@@ -40,4 +41,15 @@ def tokenyard(version: Version = False) -> None:
 
 
 def main() -> None:
-    app(prog_name="tokenyard")
+    """Run the command of ``sys.argv``. What the system refuses (no room where stdout goes, or where
+    a file is written) is said in one line, with exit code 1."""
+    try:
+        try:
+            app(prog_name="tokenyard")
+        finally:
+            print(end="", flush=True)
+    except OSError as error:
+        if error.errno is None:  # not the system's: a peer that did not answer, say
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter writes what is left
+        raise SystemExit(f"tokenyard: {error}") from None
