@@ -19,9 +19,8 @@ from benchmarks.twolevel import BAR_SMS, TwoLevel, on_both_engines
 from tokenyard import launch
 from tokenyard.cli.bench import NVLINK_GBS, run_rank
 from tokenyard.cli.bench_report import Measurement
-from tokenyard.cli.consoles import leading_console
+from tokenyard.cli.consoles import leads, on_all_ranks, table_console
 from tokenyard.cli.options import bad, check_device, command, option, word_of
-from tokenyard.cli.progress import on_all_ranks
 from tokenyard.engines.known import ENGINES, ON_KERNELS
 from tokenyard.engines.obstacles import obstacle_of
 
@@ -183,9 +182,9 @@ def main(options: Options) -> None:
     The exit code is 1 if a line has no time. A bar that is missed is no error.
     """
     suite = options.preset()
-    leads, console = leading_console()
     lines = measure(suite, options)
-    if leads:
+    if leads():
+        console = table_console()
         name = getattr(suite, "engine", options.suite) + ("-tiny" if options.tiny else "")
         used = options.world_size if "topology" in SUITES[options.suite].takes else None
         page = SUITES[options.suite].page

@@ -21,7 +21,7 @@ from benchmarks.batches import DeviceTruth, make_batches
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from benchmarks.twolevel_calls import NVSHMEM
-from tokenyard.cli.progress import say
+from tokenyard.cli.consoles import say
 from tokenyard.memory.nvshmem import PUTS_VARIABLE
 from tokenyard.reference_sums import sum_ranks
 from tokenyard.testing.baselines import all_gather, reduce_scatter

@@ -31,7 +31,7 @@ from benchmarks.calls import (
 from benchmarks.clock import QueuedClock
 from benchmarks.record import Line
 from tokenyard.cli.bench_report import line_of
-from tokenyard.cli.progress import say
+from tokenyard.cli.consoles import say
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, check, failure
 from tokenyard.testing.timing import time_interleaved

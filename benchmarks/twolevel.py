@@ -33,7 +33,7 @@ from benchmarks.twolevel_calls import (
     rows_across,
 )
 from tokenyard import launch
-from tokenyard.cli.progress import say
+from tokenyard.cli.consoles import say
 from tokenyard.testing.baselines import gathered
 from tokenyard.testing.cases import Case
 from tokenyard.testing.checked_calls import Batch, check, failure

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks.nvlink import MAIN, Suite, run_suite
 from tokenyard import launch
-from tokenyard.cli import progress
+from tokenyard.cli import consoles
 from tokenyard.testing import Ranks, distributed_test
 
 LINE = re.compile(r" *\d+\.\d s  (.*)")
@@ -33,7 +33,7 @@ def test_a_reader_that_has_left_ends_nothing(monkeypatch: pytest.MonkeyPatch) ->
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", Closed())
-    progress.say("packing")
+    consoles.say("packing")
 
 
 @distributed_test(world_size=2)
@@ -41,7 +41,7 @@ def test_of_several_ranks_the_first_tells(ranks: Ranks) -> None:
     err, here = io.StringIO(), sys.stderr
     sys.stderr = err
     try:
-        progress.say("packing")
+        consoles.say("packing")
     finally:
         sys.stderr = here
     assert told(err.getvalue()) == (["packing"] if ranks.rank == 0 else [])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,19 +21,8 @@ from tokenyard.cli.bench_report import (
     title_of,
     write_json,
 )
-from tokenyard.cli.consoles import leading_console
-from tokenyard.cli.options import (
-    MOST_PROCESSES,
-    bad,
-    check_device,
-    check_folder,
-    check_plot,
-    command,
-    list_of,
-    option,
-    word_of,
-)
-from tokenyard.cli.progress import on_all_ranks, say
+from tokenyard.cli.consoles import leads, on_all_ranks, say, table_console
+from tokenyard.cli.options import Device, Ranks, bad, command, file, list_of, option, words_of
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
 from tokenyard.testing.cases import (
@@ -64,11 +53,8 @@ def number(text: str) -> int:
 
 
 RATE = "GB/s of a rank's link, one way."
-Rate = Annotated[
-    float | None, option(RATE, min=0.001, show_default="cuda: 370, NVLink; cpu: unknown")
-]
-Casts = Annotated[Any, list_of(word_of(QUANTIZE), f"Cast in dispatch: {', '.join(QUANTIZE)}")]
-Rounds = Annotated[int, option("Timed rounds; a result worth quoting has at least 20.", min=1)]
+KNOWN = "cuda: 370, NVLink; cpu: unknown"
+ROUNDS = "Timed rounds; a result worth quoting has at least 20."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +71,22 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    ranks: Annotated[
-        int, option("Local processes; under torchrun its ranks count.", min=1, max=MOST_PROCESSES)
-    ] = 4
-    device: Annotated[Literal["cpu", "cuda"], option("Where tensors live.")] = "cpu"
-    engine: Annotated[Any, list_of(word_of(ENGINES), ", ".join(ENGINES))] = AUTO
+    ranks: Ranks = 4
+    device: Device = "cpu"
+    engine: Annotated[Any, words_of(ENGINES)] = AUTO
     tokens: Annotated[Any, list_of(number, "Tokens per rank.")] = "2048"
     hidden: Annotated[Any, list_of(number, "Channels of a token.")] = "2048"
     topk: Annotated[Any, list_of(number, "Experts per token.")] = "8"
     experts: Annotated[Any, list_of(number, "Experts over all ranks.")] = "64"
-    skew: Annotated[Any, list_of(word_of(SKEWS), ", ".join(SKEWS))] = "uniform,zipf"
-    dtype: Annotated[Any, list_of(word_of(DTYPES), ", ".join(DTYPES))] = "bf16"
-    layout: Annotated[Any, list_of(word_of(LAYOUTS), ", ".join(LAYOUTS))] = "flat"
-    quantize: Casts = "none"
-    iterations: Rounds = 20
+    skew: Annotated[Any, words_of(SKEWS)] = "uniform,zipf"
+    dtype: Annotated[Any, words_of(DTYPES)] = "bf16"
+    layout: Annotated[Any, words_of(LAYOUTS)] = "flat"
+    quantize: Annotated[Any, words_of(QUANTIZE, "Cast in dispatch: ")] = "none"
+    iterations: Annotated[int, option(ROUNDS, min=1)] = 20
     warmup: Annotated[int, option("Rounds before them.", min=1)] = 3
-    link_gbs: Rate = None
-    json: Annotated[Path | None, option("Write every figure and all times.", dir_okay=False)] = None
-    plot: Annotated[Path | None, option("Draw the figures as a PNG.", dir_okay=False)] = None
+    link_gbs: Annotated[float | None, option(RATE, min=0.001, show_default=KNOWN)] = None
+    json: Annotated[Path | None, file("Write every figure and all times.")] = None
+    plot: Annotated[Path | None, file("Draw the figures as a PNG.", "--plot")] = None
     seed: Annotated[int, option("Of inputs and of the order of calls.", min=0)] = 0
 
     @property
@@ -182,15 +166,10 @@ def bench(options: Options) -> None:
     The exit code is 1 if any row has no time because its result was wrong or its engine could not
     do what was asked.
     """
-    leads, console = leading_console()
     plan = options.plan
-    check_device(options.device)
-    if leads:
-        check_folder(options.json, "--json")
-        check_plot(options.plot)
     rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
-    if leads:
-        print_report(rows, console)
+    if leads():
+        print_report(rows, table_console())
         if options.json is not None:
             write_json(options.json, rows, facts_of(plan, options.device))
         if options.plot is not None:

@@ -1,16 +1,26 @@
-"""Numbers, lines and tables on the terminal."""
+"""What the first of a command's ranks tells: numbers, lines and tables on stdout, progress on
+stderr."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
+import torch.distributed as dist
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from tokenyard import launch
+
+BEGIN = time.monotonic()
 PIPED_WIDTH = 170
 
+T = TypeVar("T")
 Rows = Iterable[Sequence[RenderableType]]
 
 
@@ -24,25 +34,22 @@ def seconds_text(seconds: float) -> str:
     return _scaled(seconds * 1e6, "us", "ms", "s")
 
 
-def _scaled(value: float, *units: str) -> str:
+def _scaled(value: float, unit: str, *larger: str) -> str:
     """In the first unit, each 1000 of the one before, that needs three digits or less."""
-    for unit in units[:-1]:
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} {units[-1]}"
+    if value < 999.5 or not larger:
+        return f"{value:.3g} {unit}"
+    return _scaled(value / 1000, *larger)
+
+
+def leads() -> bool:
+    """Whether this process is the one that prints and writes files."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def table_console(*, quiet: bool = False) -> Console:
     """The terminal; elsewhere wide enough for tables."""
     terminal = Console(quiet=quiet)
     return terminal if terminal.is_terminal else Console(width=PIPED_WIDTH, quiet=quiet)
-
-
-def leading_console() -> tuple[bool, Console]:
-    """Whether this process prints and writes, and where to; other ranks' consoles are quiet."""
-    leads = int(os.environ.get("RANK", 0)) == 0
-    return leads, table_console(quiet=not leads)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -61,3 +68,19 @@ def print_table(console: Console, title: str, columns: str, rows: Rows) -> None:
         table.add_row(*row)
     console.print(f"\n[bold]{escape(title)}[/bold]", highlight=False)
     console.print(table)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, once for all ranks, behind the seconds since the command began."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with suppress(OSError):  # nobody reads it any more: no reason to stop
+            print(f"{time.monotonic() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def on_all_ranks(run: Callable[..., T], ranks: int, device: str, *arguments: object) -> T:
+    """What rank 0 returns of ``run(device, *arguments)``: on a launcher's ranks, else our own."""
+    if not launch.under_torchrun():
+        say(f"starting {ranks} ranks")
+        return launch.spawn(run, ranks, *arguments, device=device)[0]
+    with launch.joined_by_launcher(device) as here:
+        return run(here, *arguments)

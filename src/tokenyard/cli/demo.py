@@ -4,12 +4,12 @@ experts), over ranks and on one process."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tokenyard as ty
-from tokenyard.cli.consoles import bytes_text, leading_console, print_line, print_table
-from tokenyard.cli.options import (
-    MOST_PROCESSES,
-    bad,
-    check_device,
-    check_plot,
-    command,
-    option,
-    word_of,
+from tokenyard.cli.consoles import (
+    bytes_text,
+    leads,
+    on_all_ranks,
+    print_line,
+    print_table,
+    say,
+    table_console,
 )
-from tokenyard.cli.progress import on_all_ranks, say
+from tokenyard.cli.options import Device, Ranks, bad, command, file, option, word_of
 from tokenyard.engines.known import AUTO, ENGINES
 from tokenyard.launch import under_torchrun
 from tokenyard.routing import expert_bounds, host_ints
@@ -42,30 +41,26 @@ LIMIT = 1e-5
 BAR_COLOURS = ("cyan", "yellow")
 """Neighbouring ranks take turns; told apart by every kind of colour vision."""
 
-SHARED = ("embedding", "router")
-"""Modules that every rank uses; gradients of their weights are summed over ranks."""
+SHARED, PER_EXPERT = ("embedding", "router"), ("gate", "up", "down")
+"""Modules with weights: those that every rank uses, so that gradients are summed over ranks, and
+those of an expert."""
 
-PER_EXPERT = ("gate", "up", "down")
-
-LOCAL = "Local processes; under torchrun its ranks count."
-Text = Annotated[
-    Path | None, option("File whose bytes are the tokens.", show_default="the project's README")
-]
-Plot = Annotated[Path | None, option("Draw traffic and expert load as a PNG.", dir_okay=False)]
+README = "the project's README"
+TEXT, PLOT = "File whose bytes are the tokens.", "Draw traffic and expert load as a PNG."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    ranks: Annotated[int, option(LOCAL, min=1, max=MOST_PROCESSES)] = 4
-    text: Text = None
+    ranks: Ranks = 4
+    text: Annotated[Path | None, option(TEXT, show_default=README)] = None
     tokens: Annotated[int, option("Use at most so many bytes of the text.", min=1)] = 4096
     hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
     experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16
     topk: Annotated[int, option("Experts per token.", min=1)] = 2
     steps: Annotated[int, option("Forward and backward so often; compare the last.", min=1)] = 1
-    device: Annotated[Literal["cpu", "cuda"], option("Where the ranks compute.")] = "cpu"
+    device: Device = "cpu"
     engine: Annotated[str, option("What moves the rows.", parser=word_of(ENGINES))] = AUTO
-    plot: Plot = None
+    plot: Annotated[Path | None, file(PLOT, "--plot")] = None
 
 
 @command(Options)
@@ -77,10 +72,7 @@ def demo(options: Options) -> None:
     """
     if options.topk > options.experts:
         bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
-    check_device(options.device)
-    leads, console = leading_console()
-    if leads:
-        check_plot(options.plot)
+    console = table_console(quiet=not leads())
     name, text = _read(options.text, options.tokens)
     title = (
         f"{len(text)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
@@ -93,7 +85,7 @@ def demo(options: Options) -> None:
     except ty.NotSupported as error:
         bad("--engine", str(error))
     good = print_result(console, parts)
-    if leads and options.plot is not None:
+    if leads() and options.plot is not None:
         from tokenyard.cli.plots import save_traffic  # matplotlib is an extra
 
         traffic, loads = [part.sent for part in parts], [part.load for part in parts]
@@ -107,10 +99,8 @@ def _read(path: Path | None, most: int) -> tuple[str, bytes]:
     has with it."""
     name = "tokenyard's README" if path is None else path.name
     try:
-        if path is not None:
-            content = path.read_bytes()
-        else:
-            content = str(metadata("tokenyard").json.get("description", "")).encode()
+        readme = "" if path else str(metadata("tokenyard").json.get("description", ""))
+        content = path.read_bytes() if path else readme.encode()
     except PackageNotFoundError:
         bad("--text", "tokenyard is not installed, so its README is not at hand: name a file")
     except OSError as error:
@@ -180,15 +170,14 @@ def results(layer: MoeLayer, y: Tensor, held: slice = slice(None)) -> dict[str, 
     """The output and every gradient by name: ``output``, ``embedding gradient``, ``gate gradient``,
     ... Those of the experts ``held`` are one behind the other. A gradient that backward did not
     make counts as zero."""
-    modules: dict[str, list[Any]] = {name: [getattr(layer, name)] for name in SHARED}
-    for name in PER_EXPERT:
-        modules[name] = [getattr(expert, name) for expert in layer.experts[held]]
-    named = {"output": y.detach()}
-    for name, parts in modules.items():
-        weights: list[Tensor] = [part.weight for part in parts]
-        found = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-        named[f"{name} gradient"] = torch.cat(found) if found else torch.zeros(0)
-    return named
+    owners: dict[str, Iterable[Any]] = {name: [layer] for name in SHARED}
+    owners |= dict.fromkeys(PER_EXPERT, layer.experts[held])
+    found = {"output": y.detach()}
+    for name, modules in owners.items():
+        weights: list[Tensor] = [getattr(module, name).weight for module in modules]
+        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+        found[f"{name} gradient"] = torch.cat(parts) if parts else torch.zeros(0)
+    return found
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -250,7 +239,7 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
     say("comparing with one process")
     got = results(layer, y, held)
     for name in SHARED:
-        got[f"{name} gradient"] = sum_over_ranks(got[f"{name} gradient"])
+        dist.all_reduce(got[f"{name} gradient"])
     wanted = whole(tokens)
     wanted.backward(gradient)
     want = results(whole, wanted[mine], held)
@@ -268,14 +257,6 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
     return parts
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of every rank's tensor, on this tensor's device. Collective."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    total = tensor.detach().to(where, copy=True)
-    dist.all_reduce(total)
-    return total.to(tensor.device)
-
-
 # What is printed
 
 
@@ -283,14 +264,14 @@ def print_result(console: Console, parts: Sequence[Part]) -> bool:
     """All that there is to say about a run; returns whether no error exceeds :data:`LIMIT`."""
     print_line(console, f"Engine {escape(parts[0].why)}")
     ranks: list[tuple[str, ...]] = []
+    load: list[tuple[int, int]] = []
     for rank, part in enumerate(parts):
-        counts = (rank, len(part.load), part.tokens, part.rows)
-        moved = (sum(part.sent), sum(part.received))
-        ranks.append((*map(str, counts), *map(bytes_text, moved)))
+        counts, moved = (rank, len(part.load), part.tokens, part.rows), (part.sent, part.received)
+        ranks.append((*map(str, counts), *map(bytes_text, map(sum, moved))))
+        load += [(rank, count) for count in part.load]
     columns = "Rank|Experts|Tokens|Rows received|Bytes sent|Bytes received"
     title = "Ranks (bytes over the wire per step, forward and backward)"
     print_table(console, title, columns, ranks)
-    load = [(rank, count) for rank, part in enumerate(parts) for count in part.load]
     most, mean = max(count for _, count in load), sum(count for _, count in load) / len(load)
     experts: list[tuple[RenderableType, ...]] = []
     for number, (rank, count) in enumerate(load):

@@ -17,13 +17,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tokenyard.cli.consoles import bytes_text, print_line, print_table, seconds_text, table_console
+from tokenyard.cli.consoles import (
+    bytes_text,
+    print_line,
+    print_table,
+    say,
+    seconds_text,
+    table_console,
+)
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, UNLIMITED, WARNING, findings
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
 from tokenyard.cli.options import bad, command, option
-from tokenyard.cli.progress import say
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.launch import under_torchrun
 from tokenyard.version import __version__

@@ -15,8 +15,8 @@ from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from tokenyard.cli import doctor_probes
+from tokenyard.cli.consoles import say
 from tokenyard.cli.doctor_probes import QUESTIONS, Record, bare, reason
-from tokenyard.cli.progress import say
 from tokenyard.engines.known import ENGINES
 
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['main'](*sys.argv[2:])"

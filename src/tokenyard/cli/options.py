@@ -6,19 +6,35 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
 
 import torch
 import typer
 
-MOST_PROCESSES = 256
-"""That a command starts."""
+from tokenyard.cli.consoles import leads
+
 T = TypeVar("T")
 
 
 def option(text: str, **known: Any) -> Any:
     """The option of a field; ``known`` are arguments of ``typer.Option``."""
     return typer.Option(help=text, **known)
+
+
+def bad(option: str, why: str) -> NoReturn:
+    raise typer.BadParameter(why, param_hint=option)
+
+
+def check_device(device: str) -> str:
+    """That torch has one of the kind that ``--device`` names."""
+    if device == "cuda" and not torch.cuda.is_available():
+        bad("--device", "torch sees no CUDA device here; use cpu")
+    return device
+
+
+Ranks = Annotated[int, option("Local processes; under torchrun its ranks count.", min=1, max=256)]
+WHERE = "Where tensors live."
+Device = Annotated[Literal["cpu", "cuda"], option(WHERE, callback=check_device)]
 
 
 def word_of(known: Iterable[str]) -> Callable[[str], str]:
@@ -34,11 +50,12 @@ def word_of(known: Iterable[str]) -> Callable[[str], str]:
 
 def list_of(parse: Callable[[str], object], text: str) -> Any:
     """The option of a field that takes a comma list."""
+    return option(text, parser=lambda given: [*map(parse, given.split(","))], metavar="LIST")
 
-    def parse_all(given: str) -> list[object]:
-        return [parse(word) for word in given.split(",")]
 
-    return option(text, parser=parse_all, metavar="LIST")
+def words_of(known: Iterable[str], text: str = "") -> Any:
+    """The option of a field that takes a comma list of ``known``, which its help ends with."""
+    return list_of(word_of(known), text + ", ".join(known))
 
 
 def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
@@ -58,28 +75,18 @@ def command(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None
     return decorate
 
 
-def bad(option: str, why: str) -> NoReturn:
-    raise typer.BadParameter(why, param_hint=option)
+def file(text: str, name: str = "--json") -> Any:
+    """The option ``name`` of a field that takes a file to write: with "--plot", a picture."""
 
+    def check(path: Path | None) -> Path | None:
+        if path is None or not leads():
+            return path
+        if name == "--plot" and find_spec("matplotlib") is None:
+            bad(name, "it needs matplotlib: pip install 'tokenyard[plots]'")
+        if name == "--plot" and path.suffix.lower() != ".png":
+            bad(name, f"{path.name!r} must end in .png")
+        if not path.absolute().parent.is_dir():
+            bad(name, f"{path.parent} is not a directory")
+        return path
 
-def check_folder(path: Path | None, option: str) -> None:
-    """There is a directory for the file that ``option`` names."""
-    if path is not None and not path.absolute().parent.is_dir():
-        bad(option, f"{path.parent} is not a directory")
-
-
-def check_plot(path: Path | None) -> None:
-    """A figure can be drawn where ``--plot`` says."""
-    if path is None:
-        return
-    if find_spec("matplotlib") is None:
-        bad("--plot", "it needs matplotlib: pip install 'tokenyard[plots]'")
-    if path.suffix.lower() != ".png":
-        bad("--plot", f"{path.name!r} must end in .png")
-    check_folder(path, "--plot")
-
-
-def check_device(device: str) -> None:
-    """torch has a device of the kind that ``--device`` names."""
-    if device == "cuda" and not torch.cuda.is_available():
-        bad("--device", "torch sees no CUDA device here; use cpu")
+    return option(text, dir_okay=False, callback=check)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from tokenyard import __version__
-from tokenyard.cli.consoles import Rows, bytes_text, leading_console, print_line, print_table
-from tokenyard.cli.options import check_plot, command, list_of, option, word_of
+from tokenyard.cli.consoles import Rows, bytes_text, leads, print_line, print_table, table_console
+from tokenyard.cli.options import command, file, list_of, option, word_of
 from tokenyard.engines.known import NVLINK
 from tokenyard.engines.rings import DEFAULT_BUFFER_BYTES
 from tokenyard.engines.tuning import limit_of
@@ -37,11 +37,11 @@ Rate = Annotated[
 ]
 Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
 Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
+PLOT = "Draw times over numbers of GPUs, as a PNG."
 FILE = "JSON of tokenyard bench --json or of the suite nvlink."
 Record = Annotated[
     Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x and 4x H200")
 ]
-Plot = Annotated[Path | None, option("Draw times over numbers of GPUs, as a PNG.", dir_okay=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Options:
     rates: Record = None
     seed: Annotated[int, option("Which experts are popular under zipf.", min=0)] = 0
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
-    plot: Plot = None
+    plot: Annotated[Path | None, file(PLOT, "--plot")] = None
 
 
 @command(Options)
@@ -72,10 +72,8 @@ def plan(options: Options) -> None:
     Bytes are expected values under uniform and zipf routing. Times come from a small model;
     docs/how-to/planner.md says how far it is off. Under torchrun the first process plans.
     """
-    leads, console = leading_console()
-    if not leads:
+    if not leads():
         return
-    check_plot(options.plot)
     given = asdict(options)
     dtypes: list[Dtype] = [dtype for dtype in DTYPES if dtype in options.dtype]
     try:
@@ -89,7 +87,7 @@ def plan(options: Options) -> None:
     if options.json:
         typer.echo(json.dumps(as_json(found), indent=1))
     else:
-        print_plan(console, found)
+        print_plan(table_console(), found)
     if options.plot is not None:
         from tokenyard.cli.plots import save_plans  # matplotlib is an extra
 
