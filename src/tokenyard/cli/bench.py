@@ -84,7 +84,7 @@ class Options:
     quantize: Annotated[Any, words_of(QUANTIZE, "Cast in dispatch: ")] = "none"
     iterations: Annotated[int, option(ROUNDS, min=1)] = 20
     warmup: Annotated[int, option("Rounds before them.", min=1)] = 3
-    link_gbs: Annotated[float | None, option(RATE, min=0.001, show_default=KNOWN)] = None
+    link_gbs: Annotated[float | None, option(RATE, KNOWN, min=0.001)] = None
     json: Annotated[Path | None, file("Write every figure and all times.")] = None
     plot: Annotated[Path | None, file("Draw the figures as a PNG.", "--plot")] = None
     seed: Annotated[int, option("Of inputs and of the order of calls.", min=0)] = 0

@@ -84,7 +84,7 @@ class Measurement:
 
     @property
     def best_us(self) -> float | None:
-        return None if self.best is None else self.best.median
+        return self.best and self.best.median
 
     def gbs(self, num_bytes: float) -> float | None:
         """1e9 bytes per second; None without bytes or a time."""
@@ -102,27 +102,19 @@ class Measurement:
 
     def as_json(self) -> dict[str, Any]:
         """Its fields with what follows from them."""
-        return asdict(self) | {
-            "wall": self.wall and self.wall._asdict(),
-            "device": self.device and self.device._asdict(),
-            "wire_gbs": self.wire_gbs,
-            "percent_of_floor": self.percent_of_floor,
-        }
+        rates = {"wire_gbs": self.wire_gbs, "percent_of_floor": self.percent_of_floor}
+        stats = {"wall": self.wall, "device": self.device}
+        return asdict(self) | {name: s and s._asdict() for name, s in stats.items()} | rates
 
 
 def line_of(
-    call: Call,
-    error: str,
-    times: Series | None,
-    link_gbs: float | None,
-    *,
+    call: Call, error: str, times: Series | None, link_gbs: float | None, *,
     peaks: list[int] | None = None,
-) -> Measurement:
+) -> Measurement:  # fmt: skip
     """The line of a call. ``peaks``: of each rank, the most bytes of tensors beyond the inputs."""
     least = call.least
-    moved, relative = least[0].moved, None
-    if peaks and all(moved):
-        relative = max(peak / size for peak, size in zip(peaks, moved, strict=True))
+    moved = least[0].moved
+    parts = zip(peaks, moved, strict=True) if peaks and all(moved) else ()
     return Measurement(
         case=call.case,
         name=call.name,
@@ -136,7 +128,7 @@ def line_of(
         floor_us=None if error or link_gbs is None else mean_busiest(least) / link_gbs / 1e3,
         symmetric_bytes=call.symmetric_bytes,
         peak_bytes=max(peaks) if peaks else None,
-        peak_per_moved=relative,
+        peak_per_moved=max((peak / size for peak, size in parts), default=None),
     )
 
 
@@ -166,12 +158,14 @@ def title_of(case: Case) -> str:
 def _cells(row: Measurement, rows: list[Measurement]) -> list[str]:
     if row.error:
         return [row.phase, row.name, "[bold red]no time[/]"]
+    phase = COMBINE if row.phase == COMBINE else DISPATCH
+    symmetric, peak = row.symmetric_bytes, row.peak_bytes
     figures = (
         (row.wire_gbs, ".3g"),
         (row.percent_of_floor, ".0f"),
-        (ratio(row, rows, PLAIN_EXCHANGE, COMBINE if row.phase == COMBINE else DISPATCH), ".2f"),
-        (None if row.symmetric_bytes is None else row.symmetric_bytes / MIB, ".0f"),
-        (None if row.peak_bytes is None else row.peak_bytes / MIB, ".3g"),
+        (ratio(row, rows, PLAIN_EXCHANGE, phase), ".2f"),
+        (None if symmetric is None else symmetric / MIB, ".0f"),
+        (None if peak is None else peak / MIB, ".3g"),
     )
     times = (_times(row.wall), _times(row.device))
     return [row.phase, row.name, *times, *(number(*each, "n/a") for each in figures)]
@@ -210,24 +204,25 @@ def facts_of(suite: Any, device: str, program: str = "tokenyard") -> dict[str, A
         "schema": SCHEMA,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": f"{program} {shlex.join(sys.argv[1:])}",
-        "commit": commit(),
+        "commit": _commit(),
         "versions": versions(),
         "devices": device_names(device),
         "suite": asdict(suite),
     }
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """The commit of this package ("-dirty": files differ); None outside of a repository."""
-    git, text = ("git", "-C", str(Path(__file__).parent)), ""
-    tracked, describe = ("ls-files", "--error-unmatch", Path(__file__).name), "describe --always"
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+
     try:
-        for asked in (tracked, (*describe.split(), "--dirty", "--abbrev=40")):
-            command = [*git, *asked]
-            text = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("describe", "--always", "--dirty", "--abbrev=40")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return text.strip()
 
 
 def versions() -> dict[str, str | None]:

@@ -52,7 +52,7 @@ TEXT, PLOT = "File whose bytes are the tokens.", "Draw traffic and expert load a
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     ranks: Ranks = 4
-    text: Annotated[Path | None, option(TEXT, show_default=README)] = None
+    text: Annotated[Path | None, option(TEXT, README)] = None
     tokens: Annotated[int, option("Use at most so many bytes of the text.", min=1)] = 4096
     hidden: Annotated[int, option("Channels of a token.", min=1)] = 128
     experts: Annotated[int, option("Experts, all ranks together.", min=1)] = 16

@@ -16,9 +16,9 @@ from tokenyard.cli.consoles import leads
 T = TypeVar("T")
 
 
-def option(text: str, **known: Any) -> Any:
-    """The option of a field; ``known`` are arguments of ``typer.Option``."""
-    return typer.Option(help=text, **known)
+def option(text: str, show_default: str | bool = True, **known: Any) -> Any:
+    """The option of a field, with arguments of ``typer.Option``."""
+    return typer.Option(help=text, show_default=show_default, **known)
 
 
 def bad(option: str, why: str) -> NoReturn:

@@ -31,17 +31,21 @@ IGNORED = (
     "GPUs that wait for slower ones. The network was never measured."
 )
 
-Dtypes = Annotated[Any, list_of(word_of(DTYPES), "bf16, fp8: of dispatched rows.")]
-Rate = Annotated[
-    float | None, option("GB/s that leave a GPU inside its node.", show_default="as measured")
-]
-Network = Annotated[float | None, option("GB/s of network per GPU, one way.", show_default="45")]
-Latency = Annotated[float | None, option("us of a put over the network.", show_default="5")]
+CALL = "<Call|<Engine|<Routing"
+COLUMNS = (
+    f"{CALL}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by",
+    f"{CALL}|NVLink|mean|NIC|mean",
+    "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|saved",
+    "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory",
+)
+"""Of the tables: times, bytes, rows, sizes."""
+
 PLOT = "Draw times over numbers of GPUs, as a PNG."
-FILE = "JSON of tokenyard bench --json or of the suite nvlink."
-Record = Annotated[
-    Path | None, option(FILE, dir_okay=False, show_default="recorded on 2x and 4x H200")
-]
+FILE, MEASURED = (
+    "JSON of tokenyard bench --json or of the suite nvlink.",
+    "recorded on 2x and 4x H200",
+)
+Rate = float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +56,13 @@ class Options:
     hidden: Annotated[int, option("Channels of a token.")] = 7168
     experts: Annotated[int, option("Experts over all ranks.")] = 256
     topk: Annotated[int, option("Experts per token.")] = 8
-    dtype: Dtypes = "bf16,fp8"
+    dtype: Annotated[Any, list_of(word_of(DTYPES), "bf16, fp8: of dispatched rows.")] = "bf16,fp8"
     sms: Annotated[int, option(f"Multiprocessors for calls, of {H200_SMS}.")] = H200_SMS
     buffer_bytes: Annotated[int, option("Bytes of all rings of a GPU.")] = DEFAULT_BUFFER_BYTES
-    nvlink: Rate = None
-    nic: Network = None
-    latency: Latency = None
-    rates: Record = None
+    nvlink: Annotated[Rate, option("GB/s that leave a GPU inside its node.", "as measured")] = None
+    nic: Annotated[Rate, option("GB/s of network per GPU, one way.", "45")] = None
+    latency: Annotated[Rate, option("us of a put over the network.", "5")] = None
+    rates: Annotated[Path | None, option(FILE, MEASURED, dir_okay=False)] = None
     seed: Annotated[int, option("Which experts are popular under zipf.", min=0)] = 0
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
     plot: Annotated[Path | None, file(PLOT, "--plot")] = None
@@ -143,7 +147,6 @@ def print_plan(console: Console, plan: Plan) -> None:
         print_line(console, f"Engine low_latency would let rows cross once per {way}.")
     if heaped := [f"{call.dtype} {call.skew}" for call in plan.calls if call.terms.in_heap]:
         print_line(console, f"Dispatches to results in a heap: {', '.join(heaped)}.")
-    head = "<Call|<Engine|<Routing"
     times: list[tuple[str, ...]] = []
     moved: list[tuple[str, ...]] = []
     for call in plan.calls:
@@ -152,17 +155,13 @@ def print_plan(console: Console, plan: Plan) -> None:
         times.append((*names, *map(us_text, limits), terms.bound))
         flows = (call.nvlink.busiest, call.nvlink.mean, call.nic.busiest, call.nic.mean)
         moved.append((*names, *map(bytes_text, flows)))
-    columns = f"{head}|Time|NVLink|NIC|Programs|Latency|Fill|<Bound by"
-    print_table(console, "Time (us; each limit were it alone)", columns, times)
+    of_times, of_moved, of_rows, of_sizes = COLUMNS
+    print_table(console, "Time (us; each limit were it alone)", of_times, times)
     title = "Bytes per GPU and call (busier direction of the busiest GPU; mean over GPUs)"
-    print_table(console, title, f"{head}|NVLink|mean|NIC|mean", moved)
+    print_table(console, title, of_moved, moved)
     title = f"Rows of engine {engine} and what once per node saves"
-    columns = (
-        "<Routing|ranks per token|nodes per token|NIC, per (token, rank)|per (token, node)|saved"
-    )
-    print_table(console, title, columns, map(_rows, plan.traffic.values()))
-    columns = "<Rows|Channels|<Rings|Number|Each|Slots|Chunk|Slots back|Chunk back|Symmetric memory"
-    print_table(console, f"Sizes of engine {engine}", columns, _sizes(plan))
+    print_table(console, title, of_rows, map(_rows, plan.traffic.values()))
+    print_table(console, f"Sizes of engine {engine}", of_sizes, _sizes(plan))
     there, in_place, back, *exchange = (f"{getattr(rates, call).link_gbs:.0f}" for call in CALLS)
     print_line(
         console,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +29,12 @@ Look = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """Of a curve; ``low`` and ``high`` are the ends of its whisker."""
+    """Of a curve; ``high`` and ``low`` are the ends of its whisker."""
 
     x: float
     y: float
-    low: float
     high: float
+    low: float
 
 
 class Panel(NamedTuple):
@@ -41,7 +43,7 @@ class Panel(NamedTuple):
 
     title: str
     x: str
-    curves: Mapping[str, Sequence[Point]]
+    curves: dict[str, list[Point]]
 
 
 def styles(labels: Iterable[str], ours: Callable[[str], bool]) -> dict[str, Look]:
@@ -101,13 +103,11 @@ def curves_of(
 ) -> dict[str, list[Point]]:
     """Timed rows as points over a field of their case, from min to p99; and what the link allows,
     where that is known."""
-    curves, floor = dict[str, list[Point]](), dict[float, Point]()
+    curves, floor = defaultdict[str, list[Point]](list), dict[float, Point]()
     for row in sorted(rows, key=lambda row: getattr(row.case, axis) or 0):
         assert row.best, "rows without times are not drawn"
         x = getattr(row.case, axis) or 0
-        curves.setdefault(label(row), []).append(
-            Point(x, row.best.median, row.best.min, row.best.p99)
-        )
+        curves[label(row)].append(Point(x, *row.best))
         if row.floor_us:
             floor[x] = Point(x, row.floor_us, row.floor_us, row.floor_us)
     return {**curves, FLOOR: [*floor.values()]} if floor else curves
@@ -131,13 +131,10 @@ def save_bench(path: Path, rows: Iterable[Measurement]) -> None:
     kinds = list(dict.fromkeys(kind(row.case) for row in rows)) or [""]
     panels: list[Panel] = []
     for each in kinds:
-        mine = [row for row in rows if kind(row.case) == each]
-        back = [row for row in mine if row.phase == COMBINE]
-        there = [row for row in mine if row.phase != COMBINE]
-        panels += [
-            Panel(phase + each, axis, curves_of(part, axis, label))
-            for phase, part in ((DISPATCH, there), (COMBINE, back))
-        ]
+        for phase in (DISPATCH, COMBINE):
+            part = [row for row in rows if kind(row.case) == each]
+            part = [row for row in part if (row.phase == COMBINE) == (phase == COMBINE)]
+            panels.append(Panel(phase + each, axis, curves_of(part, axis, label)))
     clock = "device time" if any(row.device for row in rows) else "end-to-end time"
     text = f"tokenyard bench: median {clock} of the slowest rank, whiskers from min to p99"
     looks = styles(map(label, rows), lambda name: name.startswith("tokenyard"))
@@ -163,16 +160,14 @@ def save_plans(path: Path, plans: Sequence[prediction.Plan]) -> None:
         for at, engine in enumerate(DRAWN)
         for dtype, line in DTYPES.items()
     }
-    curves: dict[str, dict[str, list[Point]]] = {prediction.DISPATCH: {}, prediction.COMBINE: {}}
+    panels = {name: Panel(name, "GPUs", defaultdict(list)) for name in (DISPATCH, COMBINE)}
     for plan in plans:
         for call in plan.calls:
-            if call.name in curves:
+            if panel := panels.get(call.name):
                 engine = PLANNED if call.engine == plan.engine else call.engine
-                us = call.terms.us
-                curves[call.name].setdefault(f"{engine}, {call.dtype}", []).append(
-                    Point(plan.workload.ranks, us, us, us)
-                )
-    save_panels(path, text, [Panel(name, "GPUs", each) for name, each in curves.items()], looks)
+                point = Point(plan.workload.ranks, *[call.terms.us] * 3)
+                panel.curves[f"{engine}, {call.dtype}"].append(point)
+    save_panels(path, text, [*panels.values()], looks)
 
 
 # tokenyard demo
@@ -180,12 +175,11 @@ def save_plans(path: Path, plans: Sequence[prediction.Plan]) -> None:
 
 def heat_map(axes: Axes, matrix: Sequence[Sequence[float]], *, title: str, unit: str) -> None:
     """Draw ``matrix[source][destination]``; the diagonal, which crosses no wire, is left blank."""
-    pairs = [(i, j) for i in range(len(matrix)) for j in range(len(matrix)) if i != j]
-    wire = [[float("nan")] * len(matrix) for _ in matrix]
-    for i, j in pairs:
-        wire[i][j] = matrix[i][j]
-        if len(matrix) <= MOST_LABELS:
-            axes.text(j, i, f"{matrix[i][j]:.3g}", ha="center", va="center")
+    size = range(len(matrix))
+    pairs = list(permutations(size, 2))
+    for i, j in pairs if len(matrix) <= MOST_LABELS else ():
+        axes.text(j, i, f"{matrix[i][j]:.3g}", ha="center", va="center")
+    wire = [[float("nan") if i == j else matrix[i][j] for j in size] for i in size]
     peak = max((matrix[i][j] for i, j in pairs), default=0.0)
     image = axes.imshow(wire, cmap="Wistia", vmin=0, vmax=peak or 1)
     axes.figure.colorbar(image, ax=axes, label=unit, shrink=0.85)
