@@ -37,11 +37,10 @@ from doctor_machines import (
 from tokenyard import launch, reference
 from tokenyard.cli import app, doctor, doctor_findings
 from tokenyard.cli.consoles import bytes_text
-from tokenyard.cli.doctor import print_document
+from tokenyard.cli.doctor import HIDDEN, TOKENS, TOPK, check_rank, print_document
 from tokenyard.cli.doctor_ask import ask
 from tokenyard.cli.doctor_machine import Machine
 from tokenyard.cli.doctor_probes import Record
-from tokenyard.cli.doctor_self_test import HIDDEN, TOKENS, TOPK, check_rank
 from tokenyard.testing.cases import Case, all_sent
 from tokenyard.testing.checked_calls import Batch, Oracle, share
 

@@ -1,75 +1,71 @@
 """``tokenyard doctor``: what this machine has, which engine it would get, whether dispatch and
 combine work on it.
 
-Child processes find out (``doctor_ask``, ``doctor_probes``) and run ``doctor_self_test``;
-``Machine`` says what follows, ``doctor_findings`` what is wrong.
+Child processes find out (``doctor_ask``, ``doctor_probes``) and run the self-test; ``Machine`` says
+what follows, ``doctor_findings`` what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tokenyard.cli.consoles import (
-    bytes_text,
-    print_line,
-    print_table,
-    say,
-    seconds_text,
-    table_console,
-)
+from tokenyard import ExpertParallel
+from tokenyard.cli import consoles, doctor_waits
+from tokenyard.cli.consoles import bytes_text, print_line, print_table, say
 from tokenyard.cli.doctor_ask import ask, gather
 from tokenyard.cli.doctor_findings import PROBLEM, UNLIMITED, WARNING, findings
 from tokenyard.cli.doctor_machine import Machine
-from tokenyard.cli.doctor_waits import document_of, print_waits, waits_in
+from tokenyard.cli.doctor_probes import Record
 from tokenyard.cli.options import bad, command, option
 from tokenyard.engines.known import COLLECTIVE
-from tokenyard.launch import under_torchrun
+from tokenyard.launch import spawn, under_torchrun
+from tokenyard.testing.cases import Case
+from tokenyard.testing.checked_calls import Oracle, engine_calls, sweep_inputs
 from tokenyard.version import __version__
 
 SCHEMA = 1
 """Raised when a key of the JSON document changes its meaning or goes away; new ones may come."""
 
-CPU_RANKS, CPU_WORKLOAD_RANKS = 2, 4
-"""Of the self-test, and of the workload where nobody gives others."""
-
 SIZES = {"tokens": 4096, "hidden": 7168, "experts": 256, "topk": 8}
-"""Of the workload, where nobody gives others."""
+"""Of the workload, where nobody gives others; without GPUs it has 4 ranks."""
+
+TOKENS, HIDDEN, TOPK = 24, 256, 4
+"""Of each rank of the self-test."""
+
+ORDER, SECONDS = "Order of its received rows.", "Seconds to wait for each process."
+WAITS = (
+    "Look at no machine, but at files of ep.stats().prometheus() of each rank, or a folder of "
+    "*.prom: who is waited for; may be given several times."
+)
+Count = int | None
 
 
 def _size(name: str, text: str) -> Any:
-    return option(text, min=1, show_default=str(SIZES.get(name, "one per GPU, or 4")))
+    return option(text, str(SIZES.get(name, "one per GPU, or 4")), min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    tokens: Annotated[int | None, _size("tokens", "Tokens per rank to make room for.")] = None
-    hidden: Annotated[int | None, _size("hidden", "Channels of a token.")] = None
-    experts: Annotated[int | None, _size("experts", "Experts over all ranks.")] = None
-    topk: Annotated[int | None, _size("topk", "Experts per token.")] = None
-    ranks: Annotated[int | None, _size("ranks", "Ranks of the workload.")] = None
-    layout: Annotated[Literal["flat", "expert_major"], option("Order of its received rows.")] = (
-        "flat"
-    )
+    tokens: Annotated[Count, _size("tokens", "Tokens per rank to make room for.")] = None
+    hidden: Annotated[Count, _size("hidden", "Channels of a token.")] = None
+    experts: Annotated[Count, _size("experts", "Experts over all ranks.")] = None
+    topk: Annotated[Count, _size("topk", "Experts per token.")] = None
+    ranks: Annotated[Count, _size("ranks", "Ranks of the workload.")] = None
+    layout: Annotated[Literal["flat", "expert_major"], option(ORDER)] = "flat"
     self_test: Annotated[bool, option("Dispatch and combine on real ranks.")] = True
-    timeout: Annotated[float, option("Seconds to wait for each process.", min=0.1, max=86_400)] = (
-        60.0
-    )
-    waits: Annotated[
-        list[Path] | None,
-        option(
-            "Look at no machine, but at files of ep.stats().prometheus() of each rank, or a folder "
-            "of *.prom: who is waited for; may be given several times.",
-            exists=True,
-        ),
-    ] = None
+    timeout: Annotated[float, option(SECONDS, min=0.1, max=86_400)] = 60.0
+    waits: Annotated[list[Path] | None, option(WAITS, exists=True)] = None
     json: Annotated[bool, option("Print one JSON document, and nothing else.")] = False
 
 
@@ -84,15 +80,26 @@ def doctor(options: Options) -> None:
     if under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if options.waits:
-        show_waits(options.waits, options.json)
-        return
+        try:
+            document, show = doctor_waits.document_of(options.waits), doctor_waits.print_document
+        except (OSError, ValueError) as wrong:
+            bad("--waits", str(wrong))
+    else:
+        document, show = diagnose(examine(options)), print_document
+    if options.json:
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        show(consoles.table_console(), document)
+    raise typer.Exit(0 if document.get("healthy", True) else 1)
+
+
+def examine(options: Options) -> Machine:
     given = {name: getattr(options, name) for name in (*SIZES, "ranks")}
     workload: dict[str, Any] = {name: given[name] or size for name, size in SIZES.items()}
     if workload["topk"] > workload["experts"]:
         bad("--topk", f"{workload['topk']} experts per token, but there are {workload['experts']}")
     facts, untold = gather(options.timeout)
-    ranks = options.ranks or len(facts["gpus"] or []) or CPU_WORKLOAD_RANKS
-    workload |= {"ranks": ranks, "layout": options.layout}
+    workload |= {"ranks": options.ranks or len(facts["gpus"] or []) or 4, "layout": options.layout}
     machine = Machine(facts, untold, workload, asked=any(given.values()))
     try:
         assert machine.need
@@ -100,43 +107,7 @@ def doctor(options: Options) -> None:
         bad("--hidden", str(wrong))
     if options.self_test:
         run_self_tests(machine, options.timeout)
-    document = diagnose(machine)
-    if options.json:
-        typer.echo(json.dumps(document, indent=1))
-    else:
-        print_document(table_console(), document)
-    raise typer.Exit(0 if document["healthy"] else 1)
-
-
-def show_waits(files: list[Path], as_json: bool) -> None:
-    found = [
-        each
-        for path in files
-        for each in (sorted(path.glob("*.prom")) if path.is_dir() else [path])
-    ]
-    try:
-        waits = waits_in(file.read_text() for file in found)
-    except (OSError, ValueError) as wrong:
-        bad("--waits", str(wrong))
-    if as_json:
-        typer.echo(json.dumps(document_of(waits), indent=1))
-    else:
-        print_waits(table_console(), waits)
-
-
-def run_self_tests(machine: Machine, timeout: float) -> None:
-    """Ranks on the CPU over gloo, and one rank per GPU with the engine that is likely here."""
-    plans = [("cpu", CPU_RANKS, COLLECTIVE)]
-    if machine.gpus:
-        plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
-    for device, ranks, engine in plans:
-        say(f"self-test on {ranks} {device} ranks")
-        words = (device, str(ranks), engine, str(timeout / 2))
-        answers, errors = ask("self-test", *words, timeout=timeout)
-        why = errors.get("self-test", "")
-        told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
-        test = {"device": device, "ranks": ranks, **told, "error": why, "ok": not why}
-        machine.self_tests.append(test)
+    return machine
 
 
 def diagnose(machine: Machine) -> dict[str, Any]:
@@ -155,6 +126,55 @@ def diagnose(machine: Machine) -> dict[str, Any]:
     }
 
 
+# The self-test
+
+
+def run_self_tests(machine: Machine, timeout: float) -> None:
+    """Ranks on the CPU over gloo, and one rank per GPU with the engine that is likely here."""
+    plans = [("cpu", 2, COLLECTIVE)]
+    if machine.gpus:
+        plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
+    for device, ranks, engine in plans:
+        say(f"self-test on {ranks} {device} ranks")
+        words = (device, str(ranks), engine, str(timeout / 2))
+        answers, errors = ask("self-test", *words, timeout=timeout)
+        why = errors.get("self-test", "")
+        told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
+        test = {"device": device, "ranks": ranks, **told, "error": why, "ok": not why}
+        machine.self_tests.append(test)
+
+
+def self_test(device: str, ranks: str, engine: str, seconds: str) -> dict[str, object]:
+    """Dispatch and combine on so many local ranks of ``device`` ("cpu" or "cuda"), in a process of
+    its own. All are words of a command line; a silent rank is waited for ``seconds``. Returns the
+    ``engine``, ``why``, and ``seconds`` that it took. RuntimeError: a rank raised; its traceback is
+    the message."""
+    begin = time.monotonic()
+    name, why = spawn(check_rank, int(ranks), engine, float(seconds), device=device)[0]
+    return {"engine": name, "why": why, "seconds": round(time.monotonic() - begin, 2)}
+
+
+def check_rank(here: torch.device, engine: str, timeout: float) -> tuple[str, str]:
+    """One rank's part: two layouts, experts that do not divide by the ranks, tokens that pick an
+    expert twice. Returns the engine and why it is. AssertionError: a bit is wrong; says where."""
+    known: dict[str, Any] = {"device": here if here.type == "cuda" else None, "timeout": timeout}
+    cases = [
+        Case(TOKENS, HIDDEN, TOPK, 3 * dist.get_world_size() + 1, "duplicates", layout=layout)
+        for layout in ("flat", "expert_major")
+    ]
+    with ExpertParallel(**cases[0].arguments, engine=engine, **known) as ep:
+        for case in cases:
+            [batch], [sent] = sweep_inputs(case, 0, here, 1)
+            truth = Oracle.asked(case, batch, sent)
+            for call in engine_calls(ep, case, [batch]):
+                try:
+                    call.attempt(0, truth)
+                except AssertionError as error:
+                    what = f"rank {ep.rank}: {case.layout.upper()} {call.phase}"
+                    raise AssertionError(f"{what}: {error}") from None
+        return ep.engine, ep.why
+
+
 # The document as tables for a reader: they name things by its keys, and what is wrong comes last
 
 HOST = ("cpus", "memory", "shm", "limits", "hostname", "infiniband", "pci", "environment")
@@ -169,11 +189,8 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
         none = {name: "?" if name in untold else "none" for name in names}
         rows = [(name, text(name, facts[name]) or none[name]) for name in names]
         print_table(console, title, "<|<", rows)
-    if facts["gpus"]:
-        _print_records(console, "GPUs", facts["gpus"])
-    else:
-        seen = "?" if facts["gpus"] is None else "none that torch sees"
-        print_line(console, f"\n[bold]GPUs[/bold] {seen}")
+    unseen = "?" if facts["gpus"] is None else "none that torch sees"
+    _print_records(console, "GPUs", facts["gpus"], unseen)
     if facts["links"]:
         rows = [(str(gpu), *links) for gpu, links in enumerate(facts["links"])]
         heads = "|".join(["<GPU", *(gpu for gpu, *_ in rows)])
@@ -183,11 +200,8 @@ def print_document(console: Console, document: dict[str, Any]) -> None:
     title = f"Memory of a rank ({text('free', need['free']) or '?'} free on the {need['where']}): "
     cases = [{"routing": case} | need[case] for case in ("even", "most")]
     _print_records(console, title + text("", need["workload"]), cases)
-    if document["self_tests"]:
-        tests = [{key: test[key] for key in TEST} for test in document["self_tests"]]
-        _print_records(console, "Self-test", tests)
-    else:
-        print_line(console, "\n[bold]Self-test[/bold] not run")
+    tests = [{key: test[key] for key in TEST} for test in document["self_tests"]]
+    _print_records(console, "Self-test", tests, "not run")
     print_line(console, "")
     for name, why in untold.items():
         print_line(console, f"[yellow]could not tell: {escape(name)}: {escape(why)}[/yellow]")
@@ -209,25 +223,27 @@ def text(name: str, value: Any) -> str:
     if value == UNLIMITED:
         return "unlimited"
     if name == "seconds":
-        return seconds_text(value)
+        return consoles.seconds_text(value)
     return bytes_text(value) if name in BYTES else escape(str(value))
 
 
-def _print_records(console: Console, title: str, records: list[dict[str, Any]]) -> None:
+def _print_records(console: Console, title: str, records: list[Record], none: str = "") -> None:
+    """A table of records of one kind; ``none``: what is said where there are none."""
+    if not records:
+        print_line(console, f"\n[bold]{title}[/bold] {none}")
+        return
     heads = (f"<{key}" if isinstance(value, str) else key for key, value in records[0].items())
     rows = [[text(*known) or "?" for known in record.items()] for record in records]
     print_table(console, title, "|".join(heads), rows)
 
 
 def _print_verdict(console: Console, document: dict[str, Any]) -> None:
-    healthy = (
-        "[green]Healthy[/green]" if document["healthy"] else "[bold red]Not healthy[/bold red]"
-    )
-    print_line(console, healthy)
+    good, bad = "[green]Healthy[/green]", "[bold red]Not healthy[/bold red]"
+    print_line(console, good if document["healthy"] else bad)
     for severity, colour in ((WARNING, "yellow"), (PROBLEM, "bold red")):
         for finding in document["findings"]:
             if finding["severity"] == severity:
-                head = f"{severity.upper()}: {escape(finding['symptom'])}"
-                print_line(console, f"[{colour}]{head}[/{colour}]")
-                print_line(console, f"  cause:  {escape(finding['cause'])}")
-                print_line(console, f"  remedy: {escape(finding['remedy'])}")
+                told = {name: escape(words) for name, words in finding.items()}
+                head = f"[{colour}]{severity.upper()}: {told['symptom']}[/{colour}]"
+                end = f"  cause:  {told['cause']}\n  remedy: {told['remedy']}"
+                print_line(console, f"{head}\n{end}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
 ROOT = Path("/")
 """Where ``proc``, ``sys`` and ``dev`` are."""
 
@@ -64,7 +65,7 @@ def limits() -> Record:
 
 def pci() -> Record:
     """NVIDIA's display controllers on the bus, and kinds of their IOMMU domains ("DMA", ...)."""
-    vendors = (ROOT / "sys/bus/pci/devices").glob("*/vendor")
+    vendors = ROOT.glob("sys/bus/pci/devices/*/vendor")
     nvidia = [file.parent for file in vendors if file.read_text().strip() == "0x10de"]
     found = [device for device in nvidia if (device / "class").read_text().startswith("0x03")]
     kinds = [device / "iommu_group/type" for device in found]
@@ -139,23 +140,16 @@ def gpus() -> list[Record]:
     """Those that torch sees; matrices are in the same order."""
     cuda = import_module("torch.cuda")
 
-    def gpu(index: int) -> Record:
+    found: list[Record] = []
+    for index in range(cuda.device_count()):
         known = cuda.get_device_properties(index)
-        try:
-            free = cuda.mem_get_info(index)[0]
-        except RuntimeError:  # in use by a process that keeps others out
-            free = None
-        return {
-            "index": index,
-            "name": known.name,
-            "uuid": str(known.uuid),
-            "capability": f"{known.major}.{known.minor}",
-            "memory_total": known.total_memory,
-            "memory_free": free,
-            "mig": None,
-        }
-
-    return [gpu(index) for index in range(cuda.device_count())]
+        told: Record = {"index": index, "name": known.name, "uuid": str(known.uuid)}
+        told |= {"capability": f"{known.major}.{known.minor}", "memory_total": known.total_memory}
+        told |= {"memory_free": None, "mig": None}
+        with suppress(RuntimeError):  # in use by a process that keeps others out
+            told["memory_free"] = cuda.mem_get_info(index)[0]
+        found.append(told)
+    return found
 
 
 def peers() -> list[list[bool]]:
@@ -198,30 +192,23 @@ def driver(*uuids: str) -> Record | None:
     if nvml is None:
         return None
 
-    def seen(uuid: str, gpu: Any) -> Record:
+    gpus: list[Record] = []
+    for uuid, gpu in found.items():
         told: Record = {"uuid": uuid, "name": nvml.nvmlDeviceGetName(gpu)}
         told |= {"memory_free": None, "mig": None}
         with suppress(nvml.NVMLError):  # it does not tell
             told["memory_free"] = nvml.nvmlDeviceGetMemoryInfo(gpu).free
         with suppress(nvml.NVMLError):  # it cannot be partitioned
             told["mig"] = bool(nvml.nvmlDeviceGetMigMode(gpu)[0])
-        return told
-
+        gpus.append(told)
     newest = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-    return {
-        "version": nvml.nvmlSystemGetDriverVersion(),
-        "cuda": f"{newest // 1000}.{newest % 1000 // 10}",
-        "gpus": [seen(uuid, gpu) for uuid, gpu in found.items()],
-    }
+    cuda = f"{newest // 1000}.{newest % 1000 // 10}"
+    return {"version": nvml.nvmlSystemGetDriverVersion(), "cuda": cuda, "gpus": gpus}
 
 
 def _nvml(uuids: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """NVML and its GPUs by bare UUID; None and none where there is no driver.
-
-    Raises:
-        ModuleNotFoundError: there are GPUs, but nvidia-ml-py is not installed.
-        NVMLError: the driver refuses.
-    """
+    ModuleNotFoundError: there are GPUs, but no nvidia-ml-py. NVMLError: the driver refuses."""
     try:
         nvml: Any = import_module("pynvml")
     except ModuleNotFoundError:
@@ -278,28 +265,19 @@ def peer_access(nvml: Any, a: Any, b: Any) -> str:
 
 # The process
 
-
-def self_test(*words: str) -> Record:
-    return import_module("tokenyard.cli.doctor_self_test").self_test(*words)
-
-
 QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "host": {
         "cpus": lambda: len(os.sched_getaffinity(0)),
         "memory": memory,
         "shm": shm,
         "limits": limits,
-        "infiniband": lambda: sorted(
-            path.name for path in (ROOT / "sys/class/infiniband").glob("*")
-        ),
+        "infiniband": lambda: sorted(each.name for each in ROOT.glob("sys/class/infiniband/*")),
         "pci": pci,
         "hostname": hostname,
     },
     "torch": {
         "triton": triton,
-        "symmetric_memory": lambda: why_not(
-            lambda: import_module("torch.distributed._symmetric_memory")
-        ),
+        "symmetric_memory": lambda: why_not(lambda: import_module(SYMMETRIC_MEMORY)),
         "nccl": nccl,
         "nvshmem": lambda: library("nvidia-nvshmem", "libnvshmem_host.so"),
         "torch": build,
@@ -313,7 +291,9 @@ QUESTIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "links": lambda *uuids: matrix(path, uuids),
         "p2p": lambda *uuids: matrix(peer_access, uuids),
     },
-    "self-test": {"self-test": self_test},
+    "self-test": {
+        "self-test": lambda *words: import_module("tokenyard.cli.doctor").self_test(*words)
+    },
 }
 """By the process that answers and the name of the fact. What may hang comes last."""
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from rich.console import Console
 
@@ -104,7 +106,11 @@ def _slow(what: str, pairs: Pairs, late: Pairs) -> Iterator[Slow]:
             yield Slow(what, source, to, seconds, f"{text} for its {what}")
 
 
-def document_of(waits: Waits) -> dict[str, object]:
+def document_of(paths: Iterable[Path]) -> dict[str, Any]:
+    """What files, and those in folders, tell: the document of ``--json``. OSError: one cannot be
+    read. ValueError: see :func:`waits_in`."""
+    files = (sorted(path.glob("*.prom")) if path.is_dir() else [path] for path in paths)
+    waits = waits_in(file.read_text() for each in files for file in each)
     shown = {
         what: [{"rank": to, "source": source, "seconds": s} for (to, source), s in pairs.items()]
         for what, pairs in waits.items()
@@ -112,20 +118,19 @@ def document_of(waits: Waits) -> dict[str, object]:
     return {"waits": shown, "slow": [asdict(each) for each in slow_in(waits)]}
 
 
-def print_waits(console: Console, waits: Waits) -> None:
+def print_document(console: Console, document: dict[str, Any]) -> None:
     """A table of the ranks that are waited for; then what is slow."""
-    for what, pairs in waits.items():
+    for what, waits in document["waits"].items():
         rows: list[tuple[str, ...]] = []
-        for source in sorted({source for _, source in pairs}):
-            waited = {to: s for (to, each), s in pairs.items() if each == source}
+        for source in sorted({each["source"] for each in waits}):
+            waited = {each["rank"]: each["seconds"] for each in waits if each["source"] == source}
             longest = max(waited, key=lambda to: waited[to])
             numbers = (min(waited.values()), sum(waited.values()) / len(waited), waited[longest])
             rows.append((str(source), *map(seconds_text, numbers), str(longest)))
         title = f"Waits for {what} of a rank, by the others"
         print_table(console, title, "rank|least|mean|most|by rank", rows)
-    slow = slow_in(waits)
     print_line(console, "")
-    for each in slow:
-        print_line(console, f"[yellow]{seconds_text(each.seconds)}: {each.text}[/yellow]")
-    if not slow:
+    for each in document["slow"]:
+        print_line(console, f"[yellow]{seconds_text(each['seconds'])}: {each['text']}[/yellow]")
+    if not document["slow"]:
         print_line(console, f"Nothing is slow: no wait is {MUCH:g} times the median.")
