@@ -17,10 +17,8 @@ from tokenyard import __version__
 from tokenyard.cli import bench, demo, doctor, plan_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo.demo)
-app.command()(bench.bench)
-app.command()(doctor.doctor)
-app.command()(plan_command.plan)
+for run in (demo.demo, bench.bench, doctor.doctor, plan_command.plan):
+    app.command()(run)
 
 
 def _print_version(asked: bool) -> None:

@@ -13,29 +13,14 @@ import typer
 
 import tokenyard as ty
 from tokenyard.arguments import LARGEST
-from tokenyard.cli.bench_report import (
-    Measurement,
-    facts_of,
-    line_of,
-    print_report,
-    title_of,
-    write_json,
-)
+from tokenyard.cli import bench_report
+from tokenyard.cli.bench_report import Measurement
 from tokenyard.cli.consoles import leads, on_all_ranks, say, table_console
 from tokenyard.cli.options import Device, Ranks, bad, command, file, list_of, option, words_of
 from tokenyard.engines.known import AUTO, ENGINES
+from tokenyard.testing import cases
 from tokenyard.testing.baselines import instead_of_combine, instead_of_dispatch
-from tokenyard.testing.cases import (
-    DTYPES,
-    LAYOUTS,
-    NUM_INPUTS,
-    NUMBERS,
-    QUANTIZE,
-    SKEWS,
-    WORDS,
-    Case,
-    sweep,
-)
+from tokenyard.testing.cases import NUM_INPUTS, NUMBERS, WORDS, Case, sweep
 from tokenyard.testing.checked_calls import PHASES, Call, Oracle, check, engine_calls, sweep_inputs
 from tokenyard.testing.timing import on_ranks, peak_extra_bytes, time_interleaved
 
@@ -78,10 +63,10 @@ class Options:
     hidden: Annotated[Any, list_of(number, "Channels of a token.")] = "2048"
     topk: Annotated[Any, list_of(number, "Experts per token.")] = "8"
     experts: Annotated[Any, list_of(number, "Experts over all ranks.")] = "64"
-    skew: Annotated[Any, words_of(SKEWS)] = "uniform,zipf"
-    dtype: Annotated[Any, words_of(DTYPES)] = "bf16"
-    layout: Annotated[Any, words_of(LAYOUTS)] = "flat"
-    quantize: Annotated[Any, words_of(QUANTIZE, "Cast in dispatch: ")] = "none"
+    skew: Annotated[Any, words_of(cases.SKEWS)] = "uniform,zipf"
+    dtype: Annotated[Any, words_of(cases.DTYPES)] = "bf16"
+    layout: Annotated[Any, words_of(cases.LAYOUTS)] = "flat"
+    quantize: Annotated[Any, words_of(cases.QUANTIZE, "Cast in dispatch: ")] = "none"
     iterations: Annotated[int, option(ROUNDS, min=1)] = 20
     warmup: Annotated[int, option("Rounds before them.", min=1)] = 3
     link_gbs: Annotated[float | None, option(RATE, KNOWN, min=0.001)] = None
@@ -92,12 +77,12 @@ class Options:
     @property
     def plan(self) -> Plan:
         """What ranks do, checked."""
-        cases = sweep(**{name: getattr(self, name) for name in (*NUMBERS, *WORDS)})
-        for case in cases:
+        points = sweep(**{name: getattr(self, name) for name in (*NUMBERS, *WORDS)})
+        for case in points:
             if case.topk > case.experts:
                 bad("--topk", f"{case.topk} must be at most --experts {case.experts}")
         rate = NVLINK_GBS if self.link_gbs is None and self.device == "cuda" else self.link_gbs
-        return Plan(cases, self.engine, self.iterations, self.warmup, rate, self.seed)
+        return Plan(points, self.engine, self.iterations, self.warmup, rate, self.seed)
 
 
 # What ranks do
@@ -110,7 +95,7 @@ def run_rank(device: torch.device, plan: Plan) -> list[Measurement]:
 
 def run_case(case: Case, plan: Plan, device: torch.device) -> list[Measurement]:
     """Measure every engine and baseline on one point of the sweep."""
-    say(f"{title_of(case)}: checking")
+    say(f"{bench_report.title_of(case)}: checking")
     batches, sent = sweep_inputs(case, plan.seed, device, NUM_INPUTS)
     lines: list[Measurement] = []
     with ExitStack() as objects:
@@ -151,7 +136,7 @@ def measure(
         seed=plan.seed,
     )
     return [
-        line_of(call, error, series, plan.link_gbs, peaks=peak)
+        bench_report.line_of(call, error, series, plan.link_gbs, peaks=peak)
         for call, error, series, peak in zip(calls, errors, times, peaks, strict=True)
     ]
 
@@ -169,9 +154,10 @@ def bench(options: Options) -> None:
     plan = options.plan
     rows = on_all_ranks(run_rank, options.ranks, options.device, plan)
     if leads():
-        print_report(rows, table_console())
+        bench_report.print_report(rows, table_console())
         if options.json is not None:
-            write_json(options.json, rows, facts_of(plan, options.device))
+            facts = bench_report.facts_of(plan, options.device)
+            bench_report.write_json(options.json, rows, facts)
         if options.plot is not None:
             from tokenyard.cli.plots import save_bench  # matplotlib is an extra
 

@@ -74,10 +74,8 @@ def demo(options: Options) -> None:
         bad("--topk", f"{options.topk} experts per token, but there are {options.experts}")
     console = table_console(quiet=not leads())
     name, text = _read(options.text, options.tokens)
-    title = (
-        f"{len(text)} bytes of {name}, {options.hidden} channels, top {options.topk} of "
-        f"{options.experts} experts"
-    )
+    layer = f"{options.hidden} channels, top {options.topk} of {options.experts} experts"
+    title = f"{len(text)} bytes of {name}, {layer}"
     world = os.environ["WORLD_SIZE"] if under_torchrun() else options.ranks
     print_line(console, f"[bold]{world} ranks[/bold] on {options.device}: {escape(title)}")
     try:
@@ -95,8 +93,7 @@ def demo(options: Options) -> None:
 
 
 def _read(path: Path | None, most: int) -> tuple[str, bytes]:
-    """A name for the text, and its first bytes. Default: the README, which the installed package
-    has with it."""
+    """A name for the text, and its first bytes. Default: the README, as the package has it."""
     name = "tokenyard's README" if path is None else path.name
     try:
         readme = "" if path else str(metadata("tokenyard").json.get("description", ""))
@@ -118,8 +115,7 @@ class Expert(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, 2 * hidden, bias=False)
-        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
+        self.gate, self.up = (nn.Linear(hidden, 2 * hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,6 +239,7 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
     wanted = whole(tokens)
     wanted.backward(gradient)
     want = results(whole, wanted[mine], held)
+    parts: list[Any] = [None] * world
     part = Part(
         why=ep.why,
         tokens=y.shape[0],
@@ -252,7 +249,6 @@ def run_rank(device: torch.device, options: Options, text: bytes) -> list[Part]:
         load=host_ints(recv.tokens_per_expert),
         errors={name: relative_error(tensor, want[name]) for name, tensor in got.items()},
     )
-    parts: list[Any] = [None] * world
     dist.all_gather_object(parts, part)
     return parts
 

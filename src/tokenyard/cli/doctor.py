@@ -136,7 +136,7 @@ def run_self_tests(machine: Machine, timeout: float) -> None:
         plans.append(("cuda", machine.count, machine.engine(machine.count)["name"]))
     for device, ranks, engine in plans:
         say(f"self-test on {ranks} {device} ranks")
-        words = (device, str(ranks), engine, str(timeout / 2))
+        words = map(str, (device, ranks, engine, timeout / 2))
         answers, errors = ask("self-test", *words, timeout=timeout)
         why = errors.get("self-test", "")
         told = {"engine": engine, "why": "", "seconds": None} | answers.get("self-test", {})
@@ -185,8 +185,8 @@ BYTES = ("total", "free", "memlock", "memory_total", "memory_free", "results", "
 
 def print_document(console: Console, document: dict[str, Any]) -> None:
     facts, untold, need = (document[key] for key in ("facts", "could_not_tell", "memory"))
+    none = dict.fromkeys(facts, "none") | dict.fromkeys(untold, "?")
     for title, names in (("Host", HOST), ("Software", SOFTWARE)):
-        none = {name: "?" if name in untold else "none" for name in names}
         rows = [(name, text(name, facts[name]) or none[name]) for name in names]
         print_table(console, title, "<|<", rows)
     unseen = "?" if facts["gpus"] is None else "none that torch sees"

@@ -26,11 +26,8 @@ PROGRAM = (sys.executable, "-c", RUN, doctor_probes.__file__)
 KILL_SECONDS = 2.0
 """A killed process that is still there after this (stuck inside a driver) is left behind."""
 
-NO_ANSWER = "no answer within"
-"""How the reason begins when time was up."""
-
-NOT_ASKED = "no process to ask in"
-"""How the reason begins where no process could be started, or no file be made for its answers."""
+NO_ANSWER, NOT_ASKED = "no answer within", "no process to ask in"
+"""How reasons begin: time was up; no process could be started, or no file made for its answers."""
 
 LAUNCHER = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|(LOCAL|GROUP|ROLE|TORCHELASTIC)_"
@@ -45,17 +42,10 @@ VARIABLES = re.compile(
 
 
 def gather(timeout: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Ask everything but the self-test.
-
-    Returns:
-        Facts by name, None for what could not be told or is not there; and why it could not.
-    """
+    """All facts by name, None for what could not be told or is not there; and why it could not."""
+    facts: dict[str, Any] = {"python": platform.python_version(), "engines": list(ENGINES)}
     variables = sorted(os.environ.items())
-    facts: dict[str, Any] = {
-        "python": platform.python_version(),
-        "engines": list(ENGINES),
-        "environment": {name: value for name, value in variables if VARIABLES.match(name)},
-    }
+    facts["environment"] = {name: value for name, value in variables if VARIABLES.match(name)}
     untold: dict[str, str] = {}
     for group, what in (("host", "this host"), ("torch", "torch"), ("nvml", "the driver")):
         say(f"asking {what}")
@@ -64,24 +54,20 @@ def gather(timeout: float) -> tuple[dict[str, Any], dict[str, str]]:
         facts |= dict.fromkeys(QUESTIONS[group]) | answers
         untold |= errors
     seen: list[Record] = facts["driver"]["gpus"] if facts["driver"] else []
+    by_uuid = {known["uuid"]: known for known in seen}
     for gpu in facts["gpus"] or ():
-        for known in seen:
-            if known["uuid"] == bare(gpu["uuid"]):
-                gpu["mig"] = known["mig"]
-                # without the memory of our own context
-                gpu["memory_free"] = known["memory_free"] or gpu["memory_free"]
+        if known := by_uuid.get(bare(gpu["uuid"])):
+            gpu["mig"] = known["mig"]
+            # without the memory of our own context
+            gpu["memory_free"] = known["memory_free"] or gpu["memory_free"]
     return facts, untold
 
 
 def ask(
     group: str, *words: str, timeout: float, program: Sequence[str] = PROGRAM
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run ``program group *words``, which prints answers as ``doctor_probes.main`` does.
-
-    Returns:
-        Answers by name, and the reason of each question without one. What was answered before a
-            crash or a hang counts.
-    """
+    """Run ``program group *words``, which prints answers as ``doctor_probes.main`` does: answers by
+    name, those before a crash or a hang too, and the reason of each question without one."""
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
     said = ""

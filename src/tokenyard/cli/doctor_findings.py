@@ -15,6 +15,7 @@ PROBLEM, WARNING = "problem", "warning"
 """A problem: this machine is not healthy. A warning: it works, but less well than it could."""
 
 UNLIMITED = -1
+KEYS = ("id", "severity", "symptom", "cause", "remedy")
 SMALL_SHM, FEW_FILES = 128 << 20, 1024
 
 ACS = (
@@ -31,9 +32,8 @@ def findings(m: Machine) -> list[dict[str, str]]:
             for words in rule(m):
                 head, cause, remedy = map(str.strip, words.split("\n"))
                 title, symptom = head.split(": ", 1)
-                name, severity = title.split()
-                texts = {"symptom": symptom, "cause": cause, "remedy": remedy}
-                found.append({"id": name, "severity": severity, **texts})
+                told = (*title.split(), symptom, cause, remedy)
+                found.append(dict(zip(KEYS, told, strict=True)))
         except Exception as error:
             m.untold[f"rule {rule.__name__}"] = reason(error)
     return found
@@ -167,7 +167,8 @@ the {most} of others
             turn it off for ranks that work together: nvidia-smi -mig 0"""
 
 
-def host_limits(m: Machine) -> Iterator[str]:
+def host(m: Machine) -> Iterator[str]:
+    """Limits; its own name, which gloo looks up; variables that somebody set once."""
     shm, most = m.shm, m.limits or {"memlock": UNLIMITED, "open_files": UNLIMITED}
     if shm and (shm["total"] < SMALL_SHM or shm["free"] < SMALL_SHM // 2):
         sizes = f"{bytes_text(shm['total'])}, {bytes_text(shm['free'])} of it free"
@@ -183,10 +184,6 @@ def host_limits(m: Machine) -> Iterator[str]:
         yield f"""open-files warning: only {most["open_files"]} files can be open
             every pair of ranks takes sockets
             ulimit -n 65536"""
-
-
-def host_settings(m: Machine) -> Iterator[str]:
-    """The host's own name, which gloo looks up; variables that somebody set once."""
     known = m.hostname or {"name": "(unknown)", "error": m.untold.get("hostname")}
     if known["error"]:
         yield f"""hostname warning: this host's name {known["name"]} has no address \
@@ -242,8 +239,7 @@ RULES: tuple[Callable[[Machine], Iterator[str]], ...] = (
     nccl_versions,
     software_for_nvlink,
     links,
-    host_limits,
-    host_settings,
+    host,
     memory,
     self_tests,
 )

@@ -94,9 +94,8 @@ class Machine:
     def engine(self, ranks: int) -> dict[str, str]:
         """The engine that ``engine="auto"`` comes to with ``ranks`` ranks, and why."""
         if not self.gpus:
-            seen = "torch sees no GPU"
-            if self.gpus is None:
-                seen = "could not tell which GPUs torch sees"
+            unknown = "could not tell which GPUs torch sees"
+            seen = unknown if self.gpus is None else "torch sees no GPU"
             return {"name": COLLECTIVE, "why": f"{seen}: ranks over gloo, through host memory"}
         missing = "; ".join(self.obstacles(ranks))
         if not missing:
@@ -109,11 +108,9 @@ class Machine:
 
     @cached_property
     def need(self) -> dict[str, Any]:
-        """Bytes that one rank needs while it dispatches and combines: ``even`` if every expert is
-        equally popular, ``most`` if every token comes here; ``free`` for it (None: unknown), and
-        ``where``: what the fullest GPU has left, else a share of the host's memory. Received rows
-        with their routing, the combined result and the engine's buffers count; the experts' own
-        tensors do not."""
+        """Bytes that one rank needs for results and buffers: ``even`` if every expert is equally
+        popular, ``most`` if every token comes here; ``free`` for it (None: unknown), and ``where``:
+        what the fullest GPU has left, else a share of the host's memory."""
         sizes = {name: self.workload[name] for name in ("tokens", "hidden", "experts", "topk")}
         work = Workload(nodes=1, gpus_per_node=self.workload["ranks"], **sizes)
         tokens, topk, ranks, row = work.tokens, work.topk, work.ranks, work.back_bytes
@@ -132,11 +129,10 @@ class Machine:
         chances = popularity("uniform", work.experts)
         came = round(everything * reach(chances, [0, here, work.experts], topk)[0])
         picks = round(everything * topk * here / work.experts)
+        free = self.memory["free"] // ranks if self.memory else None
         if self.gpus:
             left = [gpu["memory_free"] for gpu in self.gpus[:ranks]]
             free = None if None in left else min(left)
-        else:
-            free = self.memory["free"] // ranks if self.memory else None
         return {
             "workload": self.workload,
             "even": one(came, came, picks),

@@ -50,7 +50,11 @@ def word_of(known: Iterable[str]) -> Callable[[str], str]:
 
 def list_of(parse: Callable[[str], object], text: str) -> Any:
     """The option of a field that takes a comma list."""
-    return option(text, parser=lambda given: [*map(parse, given.split(","))], metavar="LIST")
+
+    def parse_all(given: str) -> list[object]:
+        return [parse(word) for word in given.split(",")]
+
+    return option(text, parser=parse_all, metavar="LIST")
 
 
 def words_of(known: Iterable[str], text: str = "") -> Any:
