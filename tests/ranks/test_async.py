@@ -359,12 +359,13 @@ def test_where_a_result_is_read_first_decides_nothing(ranks: Ranks, look: str) -
 @distributed_test(world_size=2)
 def test_results_may_be_read_in_any_order(ranks: Ranks) -> None:
     """Backwards along one handle run in the order of calls, not in which results were read."""
-    x, y = (torch.ones(4, 8, requires_grad=True) for _ in range(2))
+    ones = torch.ones(4, 8, device=ranks.device)
+    x, y = (ones.clone().requires_grad_() for _ in range(2))
     sizes = {"num_experts": 4, "hidden": 8, "num_topk": 1, "max_tokens_per_rank": 4}
     with ty.ExpertParallel(ranks.group, **sizes, device=ranks.device) as ep:
-        handle = ep.dispatch(x.detach(), torch.arange(4)[:, None]).handle
+        handle = ep.dispatch(ones, torch.arange(4, device=ranks.device)[:, None]).handle
         there, other = (ep.dispatch(each, handle=handle, async_op=True) for each in (x, y))
         if ranks.rank == 0:
             str(other.x.shape)
         (there.x.sum() + 100 * other.x.sum()).backward()
-        assert torch.equal(x.grad, torch.ones(4, 8)) and torch.equal(y.grad, 100 * x.grad)
+        assert torch.equal(x.grad, ones) and torch.equal(y.grad, 100 * x.grad)
