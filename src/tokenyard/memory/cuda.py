@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -18,29 +17,23 @@ from torch import Tensor
 from tokenyard.errors import PeerTimeout
 from tokenyard.memory.aside import synchronize
 from tokenyard.memory.heap import Heap, PoolHeap
-from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors, wait_until
+from tokenyard.memory.kernel_launch import Kernels, kernels_of, multiprocessors
 from tokenyard.memory.meeting import Meeting, wait_for
-from tokenyard.memory.symmetric import Region
+from tokenyard.memory.symmetric import Region, SymmetricMemory
 
 _GROUPS = count()
 _HELD: list[Any] = []
 """What was closed while a graph was captured or kernels could run; kept for ever."""
 
 
-_NOTHING = nullcontext()
-
-
-def _symmetric() -> Any:
+def torch_symmetric() -> Any:
+    """torch's module of symmetric memory."""
     return importlib.import_module("torch.distributed._symmetric_memory")
 
 
-class DeviceMemory:
+class DeviceMemory(SymmetricMemory):
     """The part of :class:`SymmetricMemory` that concerns one rank and its GPU alone, whether ranks
     are processes or threads. ``kernels`` are loaded on ``device``, which has an index."""
-
-    ranks_per_node = 0
-    early = False
-    shared_gpu = False
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self.device = device
@@ -54,10 +47,6 @@ class DeviceMemory:
         self._kept.append(words)
         return words
 
-    def tensors(self) -> AbstractContextManager[Any]:
-        """Nothing to do on a GPU."""
-        return _NOTHING
-
     def bind(
         self,
         kernel: Any,
@@ -69,9 +58,6 @@ class DeviceMemory:
     ) -> Callable[..., None]:
         """See :class:`SymmetricMemory`. A must before a launch is captured in a CUDA graph."""
         return self._kernels.bind(kernel, grid, num_warps, max_registers, constants)
-
-    def settle(self) -> None:
-        """Nothing: streams order it."""
 
 
 class CudaMemory(DeviceMemory):
@@ -87,8 +73,6 @@ class CudaMemory(DeviceMemory):
         store: part of a store for this object alone; may be None if this process is alone.
         members: the ranks that there are (default: all).
     """
-
-    wait_until = staticmethod(wait_until)
 
     def __init__(
         self,
@@ -140,7 +124,7 @@ class CudaMemory(DeviceMemory):
         """A pool of symmetric memory, or of any if this rank is alone, and all that is in it."""
         allocator = None
         if len(self._members) > 1:
-            get: Any = getattr(_symmetric(), "get_mempool_allocator", None)
+            get: Any = getattr(torch_symmetric(), "get_mempool_allocator", None)
             if get is None:
                 raise RuntimeError("this torch has no pools of symmetric memory")
             allocator = get(self.device)
@@ -153,7 +137,7 @@ class CudaMemory(DeviceMemory):
         alone = len(self._members) == 1
         # Not symm.empty: its pool would keep the memory after close, and may place a region
         # differently on each rank.
-        make: Any = torch.empty if alone else _symmetric()._SymmetricMemory.empty_strided_p2p
+        make: Any = torch.empty if alone else torch_symmetric()._SymmetricMemory.empty_strided_p2p
         shape = ((num_bytes,),) if alone else ((num_bytes,), (1,))
         local: Tensor = self._meeting.attempt(
             f"allocating {num_bytes} bytes of symmetric memory",
@@ -170,9 +154,9 @@ class CudaMemory(DeviceMemory):
         if len(self._members) == 1:
             return pointers
         if self._group is not None:
-            handle: Any = _symmetric().rendezvous(local, self._group)
+            handle: Any = torch_symmetric().rendezvous(local, self._group)
         else:
-            handle = self._rendezvous(_symmetric()._SymmetricMemory.rendezvous, local)
+            handle = self._rendezvous(torch_symmetric()._SymmetricMemory.rendezvous, local)
         views: list[Tensor] = [
             handle.get_buffer(place, (num_bytes,), torch.uint8)
             for place in range(len(self._members))
@@ -205,9 +189,6 @@ class CudaMemory(DeviceMemory):
                 return meet(local, name)
         finally:
             c10d._unregister_process_group(name)
-
-    def gate(self) -> None:
-        """Nothing: ranks are processes, and no launch of one blocks another's."""
 
     def close(self) -> None:
         """Wait for this rank's GPU, then free its regions and host words."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import NotSupported
-from tokenyard.memory.cuda import CudaMemory
+from tokenyard.memory.cuda import CudaMemory, torch_symmetric
 
 PUTS_VARIABLE = "TOKENYARD_PUTS"
 """Environment: if set, and not 0, rows are put to other nodes also where NVSHMEM maps their memory,
@@ -21,8 +20,7 @@ as inside a host. Engine low_latency then puts, through pointers, where there is
 
 def is_available() -> bool:
     """Whether this torch has NVSHMEM, and can use it here."""
-    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-    return bool(torch.cuda.is_available() and symmetric.is_nvshmem_available())
+    return bool(torch.cuda.is_available() and torch_symmetric().is_nvshmem_available())
 
 
 def puts_are_forced() -> bool:
@@ -44,9 +42,8 @@ class NvshmemMemory(CudaMemory):
                 f"{self.world_size}: make ExpertParallel on the default group, or use engine "
                 "'collective'"
             )
-        self._symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         try:
-            self._symmetric.set_backend("NVSHMEM")
+            torch_symmetric().set_backend("NVSHMEM")
         except RuntimeError as error:
             raise NotSupported(
                 "torch cannot take symmetric memory from NVSHMEM after it has taken some from "
@@ -55,8 +52,9 @@ class NvshmemMemory(CudaMemory):
             ) from error
 
     def _map(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        local: Tensor = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        handle: Any = self._symmetric.rendezvous(local, self._group)
+        symmetric = torch_symmetric()
+        local: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        handle: Any = symmetric.rendezvous(local, self._group)
         node = self.rank // self.ranks_per_node
         near = range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]  # 0: not mapped

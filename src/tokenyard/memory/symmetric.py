@@ -5,7 +5,7 @@ map each other's memory), ``memory/nvshmem.py`` (GPUs of several nodes), ``testi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.memory.heap import Heap
+from tokenyard.memory.kernel_launch import wait_until
 
 
 class Region(NamedTuple):
@@ -30,6 +31,9 @@ def storage_over(address: int, num_bytes: int, device: torch.device) -> Any:
     return make(address, device, num_bytes)
 
 
+_ANYWHERE = nullcontext()
+
+
 class SymmetricMemory(Protocol):
     """Memory that all ranks of one object share, and the machine of its kernels; one per rank."""
 
@@ -38,14 +42,13 @@ class SymmetricMemory(Protocol):
     device: torch.device
     num_sms: int
     """Multiprocessors that the kernels of this rank may fill."""
-    ranks_per_node: int
+    ranks_per_node: int = 0
     """Ranks of other nodes are reached by NVSHMEM only, without address in a Region. 0: none."""
-    early: bool
+    early: bool = False
     """Programs of a kernel that waits for it itself may be set up before the launch ahead is over:
     the GPU can, no other rank has it, and this object may fill it, so no call of another object
     could have run beside."""
-
-    shared_gpu: bool
+    shared_gpu: bool = False
     """Other ranks' kernels run on this rank's GPU: allocate before :meth:`gate` only."""
 
     def allocate(self, num_bytes: int) -> Region:
@@ -64,7 +67,7 @@ class SymmetricMemory(Protocol):
 
     def tensors(self) -> AbstractContextManager[Any]:
         """A context in which torch makes tensors that kernels of this rank may write to."""
-        ...
+        return _ANYWHERE
 
     def bind(
         self,
@@ -82,16 +85,15 @@ class SymmetricMemory(Protocol):
         ...
 
     def gate(self) -> None:
-        """Called before launches that wait for peers: all ranks pass once none would block."""
-        ...
+        """Called before launches that wait for peers: all ranks pass once none would block.
+        Nothing where ranks are processes: no launch of one blocks another's."""
 
     def wait_until(self, ready: Callable[[], bool], timeout: float) -> bool:
         """Wait until ``ready()``, without the interpreter; False after ``timeout`` seconds."""
-        ...
+        return wait_until(ready, timeout)
 
     def settle(self) -> None:
         """Return when everything launched has run; nothing on a GPU, where streams order it."""
-        ...
 
     def close(self) -> None:
         """Free this rank's regions. Not collective; peers must not use them any more."""

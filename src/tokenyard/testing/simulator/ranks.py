@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from tokenyard.errors import PeerTimeout
 from tokenyard.memory.heap import Heap
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.store import CooperativeStore
-from tokenyard.memory.symmetric import Region
+from tokenyard.memory.symmetric import Region, SymmetricMemory
 from tokenyard.testing.region_heap import RegionHeap
 from tokenyard.testing.simulator.host import Host
 from tokenyard.testing.simulator.scheduler import Simulator
@@ -78,7 +78,7 @@ class SimulatedRank:
         return ready()
 
 
-class SimulatedMemory:
+class SimulatedMemory(SymmetricMemory):
     """Regions of all ranks in this process; launches go to the rank's simulated stream. See
     :class:`SymmetricMemory`.
 
@@ -101,8 +101,7 @@ class SimulatedMemory:
     ) -> None:
         self.rank, self.world_size, self.device = here.rank, here.world_size, here.device
         self._members = range(here.world_size) if members is None else members
-        self.num_sms = num_sms
-        self.ranks_per_node, self.maps_all, self.early, self.shared_gpu = 0, False, False, False
+        self.num_sms, self.maps_all = num_sms, False
         self._here, self._sim, self._timeout = here, here.sim, timeout
         self.wait_until = here.wait_until
         here.memories += 1
@@ -122,7 +121,7 @@ class SimulatedMemory:
         sizes = self._here.world.gathered((self._number, self._allocated))
         sizes[self.rank] = num_bytes
         self._sim.happened()
-        if not self.wait_until(
+        if not self._here.wait_until(
             lambda: len(sizes) == len(self._members), self._timeout, "waits for peers in allocate()"
         ):
             missing = [rank for rank in self._members if rank not in sizes]
@@ -159,7 +158,7 @@ class SimulatedMemory:
     def tensors(self) -> AbstractContextManager[Any]:
         """A call begins, before any gate."""
         self._gate = None
-        return nullcontext()
+        return super().tensors()
 
     def bind(
         self,
