@@ -271,9 +271,14 @@ def kernels_of(index: int, num_sms: int) -> Kernels:
     return Kernels(device, num_sms, multiprocessors(device) // 2 if able else 0)
 
 
+def properties_of(device: torch.device | int) -> Any:
+    """What torch knows of a CUDA device."""
+    return cast("Any", torch.cuda.get_device_properties(device))
+
+
 def processor_of(index: int) -> Processor:
     """What a multiprocessor of CUDA device ``index`` has."""
-    seen: Any = cast("Any", torch.cuda.get_device_properties(index))
+    seen = properties_of(index)
     registers = getattr(seen, "regs_per_multiprocessor", 65536)  # torch does not promise this one
     return Processor(
         registers, seen.max_threads_per_multi_processor, seen.shared_memory_per_multiprocessor
@@ -282,8 +287,7 @@ def processor_of(index: int) -> Processor:
 
 def multiprocessors(device: torch.device) -> int:
     """How many a CUDA device has."""
-    seen: Any = cast("Any", torch.cuda.get_device_properties(device))
-    return seen.multi_processor_count
+    return properties_of(device).multi_processor_count
 
 
 def wait_until(ready: Callable[[], bool], timeout: float, brisk: float = 10e-3) -> bool:

@@ -9,11 +9,12 @@ import socket
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tokenyard.memory.kernel_launch import properties_of
 from tokenyard.memory.meeting import Meeting
 
 ALLOW_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -92,8 +93,7 @@ def host_name() -> str:
 
 
 def _unique_id(ordinal: int) -> str:
-    seen: Any = cast("Any", torch.cuda.get_device_properties(ordinal))
-    return str(seen.uuid)
+    return str(properties_of(ordinal).uuid)
 
 
 def unreachable(reports: list[Report]) -> list[Unreachable]:

@@ -19,6 +19,8 @@ class CooperativeStore(dist.Store):
     ``PrefixStore``. ``changes`` counts how often a value was set. ``yield_``: called over and over
     while a rank waits; lets others run. ``clock``: seconds, for timeouts."""
 
+    timeout: timedelta  # torch's own, of waits without one
+
     def __init__(
         self,
         yield_: Callable[[], None],
@@ -27,7 +29,7 @@ class CooperativeStore(dist.Store):
     ) -> None:
         super().__init__()
         self._yield, self._clock = yield_, clock
-        self._timeout = timedelta(seconds=timeout)
+        self.set_timeout(timedelta(seconds=timeout))
         self._values: dict[str, bytes] = {}
         self.changes = 0
 
@@ -75,7 +77,7 @@ class CooperativeStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all have values. DistStoreError: they did not come."""
-        limit = self._timeout if timeout is None else timeout
+        limit = self.timeout if timeout is None else timeout
         missing = [key for key in keys if key not in self._values]
         if missing:
             deadline = self._clock() + limit.total_seconds()
@@ -85,15 +87,6 @@ class CooperativeStore(dist.Store):
             raise dist.DistStoreError(
                 f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(missing)}"
             )
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Seconds that waits without a timeout take."""
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        """Seconds that waits without a timeout take."""
-        return self._timeout
 
     def now(self) -> float:
         """Seconds on the clock of timeouts."""
@@ -105,7 +98,6 @@ class CooperativeStore(dist.Store):
 
     def _wait_for(self, ready: Callable[[], bool], what: str, deadline: float) -> None:
         """Let others run until ``ready()`` or the deadline. ``what``: is waited for."""
-        del what
         while not ready() and self._clock() < deadline:
             self._yield()
 

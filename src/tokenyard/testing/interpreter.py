@@ -49,7 +49,9 @@ _NARROW = {
 """Floats that numpy lacks: their tensors hold the bits."""
 _LARGEST = {kind: torch.finfo(_NARROW[kind]).max for kind in (tl.float8e4nv, tl.float8e5)}
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
-_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+_OF_BITS = (
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift, np.where
+)  # fmt: skip
 
 _state = SimpleNamespace(clock=time.monotonic_ns, patched=False)
 
@@ -154,27 +156,17 @@ def _rounded(result: np.ndarray, dtype: Any) -> TensorHandle:
     return TensorHandle(narrow(result.astype(np.float32), dtype), dtype)
 
 
-def _binary(self: Any, left: TensorHandle, right: TensorHandle, op: Any) -> TensorHandle:
-    dtype = left.dtype.scalar
-    if dtype not in _NARROW or op in _BITWISE:
-        return _upstream["binary_op"](self, left, right, op)
-    return _rounded(op(_numbers(left), _numbers(right)), dtype)
+def _on_numbers(name: str) -> Callable[..., TensorHandle]:
+    """Upstream's ``name``, of handles and a function of arrays, which gets numbers, not bits."""
 
+    def operate(self: Any, *given: Any) -> TensorHandle:
+        *handles, op = given
+        dtype = handles[-1].dtype.scalar
+        if dtype not in _NARROW or op in _OF_BITS:
+            return _upstream[name](self, *given)
+        return _rounded(op(*map(_numbers, handles)), dtype)
 
-def _ternary(
-    self: Any, left: TensorHandle, right: TensorHandle, other: TensorHandle, op: Any
-) -> TensorHandle:
-    dtype = other.dtype.scalar
-    if dtype not in _NARROW or op is np.where:
-        return _upstream["ternary_op"](self, left, right, other, op)
-    return _rounded(op(_numbers(left), _numbers(right), _numbers(other)), dtype)
-
-
-def _unary(self: Any, source: TensorHandle, op: Any) -> TensorHandle:
-    dtype = source.dtype.scalar
-    if dtype not in _NARROW:
-        return _upstream["unary_op"](self, source, op)
-    return _rounded(op(_numbers(source)), dtype)
+    return operate
 
 
 def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
@@ -299,9 +291,7 @@ def _repair() -> None:
         "get_bf16": _get_narrow(tl.bfloat16),
         "get_fp8e4nv": _get_narrow(tl.float8e4nv),
         "get_fp8e5": _get_narrow(tl.float8e5),
-        "binary_op": _binary,
-        "ternary_op": _ternary,
-        "unary_op": _unary,
+        **{name: _on_numbers(name) for name in ("unary_op", "binary_op", "ternary_op")},
         "create_fma": _fma,
         "create_histogram": _histogram,
         "create_atomic_rmw": _atomic_rmw,

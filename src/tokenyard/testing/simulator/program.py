@@ -11,7 +11,7 @@ from typing import Any
 import greenlet
 import numpy as np
 
-from tokenyard.testing.simulator.pages import PAGE, SHIFT, Addresses
+from tokenyard.testing.simulator.pages import SHIFT, Addresses
 from tokenyard.testing.simulator.recurrence import state_of
 from tokenyard.testing.simulator.weak import Pending, Written
 
@@ -20,6 +20,7 @@ Key = tuple[int, int, int, int]
 
 _MOST_SEEN = 4096
 _WORD = 8
+"""Bytes of which a write to any wakes those that have read one."""
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class Program(Pending):
         self.error: BaseException | None = None
         self._greenlet: greenlet.greenlet | None = None
         self.asleep = False
-        self.alarms: list[dict[Program, list[int]]] = []  # where :class:`Alarms` has it
+        self.alarms: set[int] = set()  # the words that wake it
         self.patience = 0  # fruitless rounds of reads that it may still make without falling asleep
         self.tried = False  # whether it has had the longest patience since it last saw anything new
         self.states: set[int] = set()  # of its patient rounds, see :func:`state_of`
@@ -144,38 +145,35 @@ class Program(Pending):
 
 
 class Alarms:
-    """Places in memory, each with the programs that sleep until it is written. ``wake`` is called
+    """Words of memory, each with the programs that sleep until it is written. ``wake`` is called
     for a program that is to wake; it calls :meth:`forget`."""
 
     def __init__(self, wake: Callable[[Program], None]) -> None:
         self._wake = wake
-        # By page and program: the words (8 bytes) there, by their first byte in the page
-        self._pages: dict[int, dict[Program, list[int]]] = {}
+        self._sleepers: dict[int, set[Program]] = {}
 
     def set(self, p: Program) -> None:
         """Wake ``p`` when anything changes that it read in its round, or alone before."""
-        words = {first >> 3 for first, _, count, _ in p.seen if count == 1}
+        p.alarms = {first // _WORD for first, _, count, _ in p.seen if count == 1}
         for addresses in p.round.values():
-            words.update((addresses >> np.uint64(3)).tolist())
-        for word in words:
-            there = self._pages.setdefault(word * _WORD >> SHIFT, {})
-            there.setdefault(p, []).append(word * _WORD % PAGE)
-            p.alarms.append(there)
+            p.alarms.update((addresses // np.uint64(_WORD)).tolist())
+        for word in p.alarms:
+            self._sleepers.setdefault(word, set()).add(p)
 
     def ring(self, where: list[Written]) -> None:
         """These bytes have been written. Who wakes first does not hang on where memory lies."""
         woken: set[Program] = set()
-        for page, low, have in where:
-            high = low + have.size
-            for p, words in self._pages.get(page, {}).items():
-                near = (word - low for word in words if word < high and word + _WORD > low)
-                if any(have[max(at, 0) : at + _WORD].any() for at in near):
-                    woken.add(p)
+        for page, low, have in where if self._sleepers else ():
+            written = ((page << SHIFT) + low + np.flatnonzero(have)) // _WORD
+            for word in self._sleepers.keys() & set(written.tolist()):
+                woken |= self._sleepers[word]
         for p in sorted(woken, key=lambda p: p.serial):
             self._wake(p)
 
     def forget(self, p: Program) -> None:
         """It sleeps no more."""
-        for there in p.alarms:
-            there.pop(p, None)
-        p.alarms.clear()
+        for word in p.alarms:
+            self._sleepers[word].discard(p)
+            if not self._sleepers[word]:
+                del self._sleepers[word]
+        p.alarms = set()
