@@ -31,33 +31,25 @@ def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[
             f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and "
             f"{[*constants]}"
         )
-    for name, value in _leaves(names.args, args):
-        # a tensor of one number would pass as that number, a float without its fraction
-        if not isinstance(value, Integral):
-            raise ValueError(
-                f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
-                "numbers: give tensors by their data_ptr(), and other numbers as constants"
-            )
+    given = zip(names.args, args, strict=True)
+    arguments = {name: _int64(interpreter, kernel, name, value) for name, value in given}
     _rewrite(kernel, interpreter.InterpretedFunction)
-    return {
-        name: _int64(interpreter, value) for name, value in zip(names.args, args, strict=True)
-    } | constants
+    return arguments | constants
 
 
-def _leaves(names: tuple[str, ...], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Arguments with their names; those in structs one by one."""
-    found: list[tuple[str, Any]] = []
-    for name, arg in zip(names, args, strict=True):
-        if hasattr(arg, "_fields"):
-            found += [(f"{name}.{field}", value) for field, value in arg._asdict().items()]
-        else:
-            found.append((name, arg))
-    return found
-
-
-def _int64(interpreter: Any, value: Any) -> Any:
+def _int64(interpreter: Any, kernel: Any, name: str, value: Any) -> Any:
+    """An argument; of a struct all fields."""
     if hasattr(value, "_fields"):
-        return type(value)(*(_int64(interpreter, each) for each in value))
+        fields: dict[str, Any] = value._asdict()
+        return type(value)(
+            *(_int64(interpreter, kernel, f"{name}.{each}", at) for each, at in fields.items())
+        )
+    # a tensor of one number would pass as that number, a float without its fraction
+    if not isinstance(value, Integral):
+        raise ValueError(
+            f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
+            "numbers: give tensors by their data_ptr(), and other numbers as constants"
+        )
     kind: Any = interpreter.tl.int64
     bits = interpreter.np.array([value], interpreter.np.int64)
     return interpreter.tl.tensor(interpreter.TensorHandle(bits, kind), kind)

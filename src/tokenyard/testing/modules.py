@@ -10,10 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 BODY = "distributed_body"
@@ -39,15 +38,6 @@ def _compiled(path: str, *_: int) -> bytes:
     return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
-class _Compiled(SourceFileLoader):
-    def __init__(self, name: str, path: str, code: bytes) -> None:
-        super().__init__(name, path)
-        self._code = code
-
-    def get_code(self, fullname: str) -> CodeType:
-        return marshal.loads(self._code)
-
-
 def load_module(name: str, path: str, code: bytes) -> ModuleType:
     """The module with this ``code``; anew when that has changed (workers outlive test sessions)."""
     known = sys.modules.get(name)
@@ -57,12 +47,11 @@ def load_module(name: str, path: str, code: bytes) -> ModuleType:
     if package:
         with suppress(ModuleNotFoundError):
             importlib.import_module(package)
-    loader = _Compiled(name, path, code)
-    spec = spec_from_loader(name, loader)
+    spec = spec_from_file_location(name, path)
     assert spec is not None
     module = module_from_spec(spec)
     sys.modules[name] = module
-    loader.exec_module(module)
+    exec(marshal.loads(code), vars(module))
     setattr(module, _CODE, code)
     return module
 
