@@ -21,8 +21,8 @@ def bind(
     """As ``Kernels.bind``: programs run one after the other."""
     from triton.runtime.interpreter import interpreter_builder
 
+    from tokenyard.testing.interpreter import bind as bound
     from tokenyard.testing.interpreter import patched_language
-    from tokenyard.testing.interpreter_arguments import bind as bound
 
     def launch(*args: Any) -> None:
         named = bound(kernel, args, constants)

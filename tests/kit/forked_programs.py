@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tokenyard.testing.interpreter import clock
-from tokenyard.testing.interpreter_arguments import bind
+from tokenyard.testing.interpreter import bind, clock
 
 _FORKING = threading.Lock()  # the pipe of a launch must not leak into another thread's children
 

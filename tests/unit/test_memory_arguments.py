@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tokenyard.memory.meeting import MOST_BYTES, check_sizes
-from tokenyard.testing.interpreter_arguments import bind
+from tokenyard.testing.interpreter import bind
 from tokenyard.testing.simulator import Simulator
 
 

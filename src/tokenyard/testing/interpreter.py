@@ -25,6 +25,8 @@ import ast
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import TensorHandle
 
+from tokenyard.memory.kernel_launch import parameters, with_defaults
 from tokenyard.testing import interpreter_operators, interpreter_speed
 
 Builder = upstream.InterpreterBuilder
@@ -272,6 +275,61 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(
         tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
     )
+
+
+# Arguments
+
+
+def bind(kernel: Any, args: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name: int64 as on a GPU (the interpreter would make small integers int32), and
+    constants, which may be left out where the kernel has defaults.
+
+    Raises:
+        ValueError: they do not fit the kernel, are no integers, or kernels are not interpreted in
+            this process.
+    """
+    names = parameters(kernel)
+    if not isinstance(kernel, upstream.InterpretedFunction):
+        raise ValueError(
+            f"{kernel.__name__} would be compiled, but on CPU processes kernels are interpreted: "
+            "set TRITON_INTERPRET=1 before anything imports triton"
+        )
+    constants = with_defaults(kernel, constants)
+    if len(args) != len(names.args) or set(constants) != set(names.constants):
+        raise ValueError(
+            f"{kernel.__name__} takes {names.args} and {names.constants}, not {len(args)} and "
+            f"{[*constants]}"
+        )
+    given = zip(names.args, args, strict=True)
+    arguments = {name: _int64(kernel, name, value) for name, value in given}
+    _rewrite(kernel)
+    return arguments | constants
+
+
+def _int64(kernel: Any, name: str, value: Any) -> Any:
+    """An argument; of a struct all fields."""
+    if hasattr(value, "_fields"):
+        fields = value._asdict().items()
+        return type(value)(*(_int64(kernel, f"{name}.{each}", part) for each, part in fields))
+    # a tensor of one number would pass as that number, a float without its fraction
+    if not isinstance(value, Integral):
+        raise ValueError(
+            f"{name} of {kernel.__name__} is a {type(value).__name__}, but arguments are whole "
+            "numbers: give tensors by their data_ptr(), and other numbers as constants"
+        )
+    return tl.tensor(TensorHandle(np.array([value], np.int64), tl.int64), tl.int64)
+
+
+@cache
+def _rewrite(kernel: Any) -> None:
+    """Read a kernel, and what it calls, once, and here rather than in every child."""
+    known, pending = set[Any](), [kernel]
+    while pending:
+        function = pending.pop()
+        function.rewrite()
+        known.add(function)
+        used = function.fn.__globals__.values()
+        pending += {f for f in used if isinstance(f, upstream.InterpretedFunction)} - known
 
 
 _upstream: dict[str, Any] = {}

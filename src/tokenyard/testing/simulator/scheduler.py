@@ -10,7 +10,7 @@ import greenlet
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenyard.testing.interpreter_arguments import bind
+from tokenyard.testing.interpreter import bind
 from tokenyard.testing.simulator import hooks
 from tokenyard.testing.simulator.addresses import GUARD
 from tokenyard.testing.simulator.host import Host
