@@ -219,26 +219,21 @@ class RendezvousStore(dist.Store):
         self._places: dict[str, int] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Say something."""
         self._part.set(self._here(key), value)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        """What was said, once it is there."""
-        self.wait([key])
-        return self._part.get(self._here(key))
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """What all have said, once it is there."""
+        """What was said, once it is all there."""
         self.wait(keys)
         return [self._part.get(self._here(key)) for key in keys]
 
     def add(self, key: str, value: int) -> int:
-        """Count."""
         return self._part.add(self._here(key), value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all, for the seconds of this object, whatever torch's are."""
-        del timeout
         deadline = time.monotonic() + self._seconds
         for key in keys:
             if not wait_for(self._part, self._here(key), deadline - time.monotonic()):

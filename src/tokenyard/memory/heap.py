@@ -77,7 +77,6 @@ class Heap:
 
     def runs_on(self, stream: Any) -> bool:
         """Whether blocks are for ``stream`` in any case."""
-        del stream
         return False
 
     def _look(self) -> None:

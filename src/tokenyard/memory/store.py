@@ -34,7 +34,6 @@ class CooperativeStore(dist.Store):
         self.changes = 0
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._values[key] = _as_bytes(value)
         self.changes += 1
 
@@ -82,8 +81,7 @@ class CooperativeStore(dist.Store):
         if missing:
             deadline = self._clock() + limit.total_seconds()
             self._wait_for(lambda: self.check(keys), f"for {missing[0]!r}", deadline)
-        if not self.check(keys):
-            missing = [key for key in keys if key not in self._values]
+        if missing := [key for key in keys if key not in self._values]:
             raise dist.DistStoreError(
                 f"wait timeout after {limit.total_seconds():g} s, keys: {', '.join(missing)}"
             )

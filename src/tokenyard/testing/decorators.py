@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 from tokenyard.engines.known import COLLECTIVE
 from tokenyard.testing.job import Job
 from tokenyard.testing.modules import BODY, code_of
-from tokenyard.testing.one_process import BodyRun, run_seeded
+from tokenyard.testing.one_process import BodyRun, run_in_simulator
 from tokenyard.testing.pool import pools
 
 DEVICE_VARIABLE = "TOKENYARD_TEST_DEVICE"
 PROCESSES = ("cpu", "cuda")
 """Devices whose ranks are processes."""
-IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {"simulated": run_seeded}
+SEED_VARIABLE = "TOKENYARD_TEST_SEED"
+IN_PROCESS: dict[str, Callable[[BodyRun], None]] = {
+    "simulated": lambda run: run_in_simulator(*run[:4], int(os.environ.get(SEED_VARIABLE, "0")))
+}
 """What runs a body on ranks of this process, by its word. A ``conftest.py`` may add more."""
 
 _RANKS = "ranks"

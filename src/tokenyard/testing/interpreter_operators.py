@@ -72,7 +72,7 @@ def _divided(a: Any, b: Any) -> Any:
     return (a - np.fmod(a, b)) // b
 
 
-def _plain(kind: Any, shape: Shape, *operands: Any) -> tuple[Shape | None, list[Any]]:
+def _plain(kind: Any, shape: Shape | None, *operands: Any) -> tuple[Shape | None, list[Any]]:
     """What operands of an operation on ``kind`` are spread to, with ``shape``, and their numbers.
     No shape: one of them is not plain."""
     numbers = list[Any]()
@@ -81,9 +81,7 @@ def _plain(kind: Any, shape: Shape, *operands: Any) -> tuple[Shape | None, list[
             widened = kind is tl.int64 and each.dtype is tl.int32
             if (each.dtype is not kind and not widened) or each.handle.attr:
                 return None, numbers
-            shape = shape.beside(shape_of(each))
-            if shape is None:
-                return None, numbers
+            shape = shape and shape.beside(shape_of(each))
             numbers.append(each.handle.data)
         else:
             number = number_of(each)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ import torch
 from tokenyard.engines.known import ON_KERNELS
 from tokenyard.testing.job import Ranks
 from tokenyard.testing.worker import call_body, skip_exceptions
-
-SEED_VARIABLE = "TOKENYARD_TEST_SEED"
 
 Rank = Callable[[int, torch.device, Any], None]
 """Is one rank, given its number, its device, and a group that ``ExpertParallel`` takes."""
@@ -67,8 +64,3 @@ def run_in_simulator(
         simulate(world_size, rank, seed=seed)
 
     run_in_process(BodyRun(body, engine, arguments, world_size), start)
-
-
-def run_seeded(run: BodyRun) -> None:
-    """With the seed of :data:`SEED_VARIABLE`; no timeout: the simulator has limits of its own."""
-    run_in_simulator(*run[:4], int(os.environ.get(SEED_VARIABLE, "0")))

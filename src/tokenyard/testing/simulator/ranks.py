@@ -172,7 +172,6 @@ class SimulatedMemory(SymmetricMemory):
         """``kernel``, to be queued with integers. ValueError: more programs than ``resident``. A
         launch behind the gate that was loaded behind it is an AssertionError: on a GPU, loading
         would wait for peers that wait for this rank."""
-        del max_registers
         resident = self._sim.resident
         if resident is not None and grid > resident:
             raise ValueError(
