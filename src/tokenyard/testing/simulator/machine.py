@@ -99,8 +99,8 @@ class Machine:
         self.running: Program | None = None
         self.dead: set[int] = set()
         self.frozen: dict[int, list[Program]] = {}  # by rank: its programs that could go on
-        self.kills = sorted((step, rank) for rank, step in (kill or {}).items())
-        self.freezes: list[tuple[int, int]] = []  # likewise
+        # steps at which ranks stop, and whether for ever
+        self.stops = sorted((step, rank, True) for rank, step in (kill or {}).items())
         self.counters: list[Callable[[], int]] = []  # of what else happens, see :attr:`version`
         self._events = 0
         self.kept: list[Any] = []  # buffers that programs may touch
@@ -123,9 +123,9 @@ class Machine:
         self._events += 1
 
     @property
-    def kill_is_due(self) -> bool:
+    def stop_is_due(self) -> bool:
         """Whether a rank must die, or freeze, before anything else."""
-        return any(each and self.steps >= each[0][0] for each in (self.kills, self.freezes))
+        return bool(self.stops) and self.steps >= self.stops[0][0]
 
     def wake(self, p: Program) -> None:
         p.asleep = p.waits = False
@@ -261,7 +261,7 @@ class Machine:
     def _pass_time(self, p: Program) -> None:
         self.steps += 1
         self.now_ns += _TICK_NS
-        if self.rng.random() < self.hardware.switch or self.kill_is_due:
+        if self.rng.random() < self.hardware.switch or self.stop_is_due:
             self.ready.append(p)  # somebody else goes on, or the same program again
             self.hub.switch()
         if self.steps > self._max_steps:

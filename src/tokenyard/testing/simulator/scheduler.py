@@ -124,16 +124,16 @@ class Simulator(Machine):
     def kill(self, rank: int, at_step: int) -> None:
         """Let a rank's programs and host code stop for ever at that step."""
         self.check_rank(rank, "kill()")
-        self.kills = sorted([*self.kills, (at_step, rank)])
+        self.stops = sorted([*self.stops, (at_step, rank, True)])
 
     def freeze(self, rank: int, at_step: int) -> None:
         """Let a rank's programs and host code stop at that step, until :meth:`thaw`."""
         self.check_rank(rank, "freeze()")
-        self.freezes = sorted([*self.freezes, (at_step, rank)])
+        self.stops = sorted([*self.stops, (at_step, rank, False)])
 
     def thaw(self, rank: int) -> None:
         """Let a frozen rank go on; one that would have frozen later does not."""
-        self.freezes = [each for each in self.freezes if each[1] != rank]
+        self.stops = [each for each in self.stops if each[1:] != (rank, False)]
         self.ready += self.frozen.pop(rank, [])
         self.happened()
 
@@ -151,7 +151,7 @@ class Simulator(Machine):
         with hooks.installed(self, self.network):
             try:
                 while self._run_one():
-                    while self.kill_is_due:
+                    while self.stop_is_due:
                         self._stop_one()
                 for rank in set(range(self.world_size)) - self.dead:
                     self.memory.publish(rank)
@@ -293,20 +293,16 @@ class Simulator(Machine):
             self.memory.leak(self.rng.choice(queue[0].left_behind))
 
     def _stop_one(self) -> None:
-        if self.kills and self.steps >= self.kills[0][0]:
-            self._let_die(self.kills.pop(0)[1])
-            return
-        rank = self.freezes.pop(0)[1]
-        self.frozen.setdefault(rank, []).extend(p for p in self.ready if p.rank == rank)
-        self.ready = [p for p in self.ready if p.rank != rank]
-
-    def _let_die(self, rank: int) -> None:
-        self.dead.add(rank)
-        self.frozen.pop(rank, None)
-        for p in [p for p in self.live.values() if p.rank == rank]:
-            self.memory.leak(p)  # some of what it had under way still arrives
-            del self.live[p.serial]
-            self.alarms.forget(p)
+        _, rank, dies = self.stops.pop(0)
+        if dies:
+            self.dead.add(rank)
+            self.frozen.pop(rank, None)
+            for p in [p for p in self.live.values() if p.rank == rank]:
+                self.memory.leak(p)  # some of what it had under way still arrives
+                del self.live[p.serial]
+                self.alarms.forget(p)
+        else:
+            self.frozen.setdefault(rank, []).extend(p for p in self.ready if p.rank == rank)
         self.ready = [p for p in self.ready if p.rank != rank]
 
     def _end_all(self) -> None:
