@@ -131,18 +131,8 @@ class Pretended(Kernels):
         compiled = compile_for(kernel, constants, num_warps, SM_90, max_registers)
         compiled.module, compiled.function = 1, 77
         call = CudaLauncher(compiled.src, compiled.metadata).launch
-        nothing, early = (None,) * len(constants), bool(constants.get("EARLY"))
-        loaded = Loaded(
-            call,
-            compiled.function,
-            num_warps,
-            compiled.metadata.shared,
-            nothing,
-            early,
-            100,
-            (kernel, compiled),
-        )
-        return loaded
+        early, shared = bool(constants.get("EARLY")), compiled.metadata.shared
+        return Loaded(call, compiled.function, shared, early, 100, (kernel, compiled))
 
 
 def launched_facts(directory: Path) -> dict[str, Any]:

@@ -147,9 +147,7 @@ class Loaded(NamedTuple):
 
     call: Callable[..., None]  # Triton's launcher for this signature, written in C
     function: int  # the driver's handle
-    num_warps: int
     shared_bytes: int
-    constants: tuple[None, ...]  # stand in for the constants, which the launcher skips
     early: bool  # whether to set programs up while the launch before runs: the kernel waits itself
     most: int  # programs that fit on the device together
     kept: tuple[Any, Any]  # the kernel (its id is in the key) and its module
@@ -201,9 +199,10 @@ class Kernels:
             limit = f"must be at most {loaded.most}: all programs run together"
             raise ValueError(f"grid ({grid}) of {kernel.__name__} {limit}")
         cluster = CLUSTER if grid <= self._clustered and grid % CLUSTER == 0 else 1
-        packed = loaded.num_warps, cluster, loaded.shared_bytes
         # names of this function, not attributes: a launch looks up as little as possible
-        call, function, _, _, nothing, early, _, kept = loaded
+        call, function, shared_bytes, early, _, kept = loaded
+        packed = num_warps, cluster, shared_bytes
+        nothing = (None,) * len(constants)  # the launcher skips them
         current_device, stream_of, index = self._current_device, self._stream, self._index
         hooks, captures, clusters = self._hooks, self._captures, grid // cluster
 
@@ -257,10 +256,8 @@ class Kernels:
         processor, shared = processor_of(self._index), compiled.metadata.shared
         residents = resident_programs(processor, num_warps, compiled.n_regs, shared)
         early, most = is_set(constants, "EARLY", "early"), residents * self._num_sms
-        nothing, kept = (None,) * len(constants), (kernel, compiled)
-        return Loaded(
-            launcher.launch, compiled.function, num_warps, shared, nothing, early, most, kept
-        )
+        kept = (kernel, compiled)
+        return Loaded(launcher.launch, compiled.function, shared, early, most, kept)
 
 
 @cache
