@@ -14,7 +14,7 @@ from tokenyard.errors import PeerTimeout
 from tokenyard.memory.heap import Heap
 from tokenyard.memory.meeting import check_sizes
 from tokenyard.memory.store import CooperativeStore
-from tokenyard.memory.symmetric import Region, SymmetricMemory
+from tokenyard.memory.symmetric import MemoryGroup, Region, SymmetricMemory
 from tokenyard.testing.region_heap import RegionHeap
 from tokenyard.testing.simulator.host import Host
 from tokenyard.testing.simulator.scheduler import Simulator
@@ -111,12 +111,7 @@ class SimulatedMemory(SymmetricMemory):
         self._gate: object | None = None  # the last one that this call has passed
 
     def allocate(self, num_bytes: int) -> Region:
-        """Collective: a zeroed region on every rank, between zones that no program may touch.
-
-        Raises:
-            PeerTimeout: a rank did not come.
-            ValueError: sizes differ, or are no positive multiple of 16.
-        """
+        """See :class:`SymmetricMemory`. Between zones that no program may touch."""
         self._allocated += 1
         sizes = self._here.world.gathered((self._number, self._allocated))
         sizes[self.rank] = num_bytes
@@ -211,8 +206,8 @@ class SimulatedMemory(SymmetricMemory):
                     self._sim.addresses.close(address)
 
 
-class SimulatedGroup:
-    """See :class:`tokenyard.memory.symmetric.MemoryGroup`. ``here``: the rank, in its own body."""
+class SimulatedGroup(MemoryGroup):
+    """A :class:`MemoryGroup`. ``here``: the rank, in its own body."""
 
     def __init__(self, here: SimulatedRank) -> None:
         self._here = here
@@ -224,13 +219,11 @@ class SimulatedGroup:
         return self._here.world_size
 
     def open_store(self) -> dist.Store:
-        """The part of the store in which constructions meet."""
         return dist.PrefixStore("objects", self._here.store)
 
     def open_memory(self, timeout: float, members: Sequence[int] | None = None) -> SimulatedMemory:
-        """Memory for one more object, or for the ``members`` of one that recovers. Its kernels have
-        few programs, which wait for each other as many do: two, or one for every two ranks, which
-        engine low_latency needs."""
+        """See :class:`MemoryGroup`. Its kernels have few programs, which wait for each other as
+        many do: two, or one for every two ranks, which engine low_latency needs."""
         num_sms = max(2, -(-self.size() // 2))
         return SimulatedMemory(self._here, timeout, num_sms=num_sms, members=members)
 

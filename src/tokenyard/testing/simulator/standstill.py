@@ -19,10 +19,8 @@ _MOST_PLACES = 8
 
 
 class Standstill:
-    """Nobody is ready. First believe that pollers go on by themselves after a few more rounds; then
-    let hardware finish all that it has begun, and believe it again; then believe it of those that
-    wait without a deadline, for long; then let the clock jump if ``timeouts``, or report a
-    deadlock. Of programs that are proved to wait nothing is believed: they sleep on."""
+    """Nobody is ready: wake pollers, in the order that :class:`Simulator` tells, and in between let
+    hardware finish all that it has begun; then let the clock jump, or report a deadlock."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
