@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tokenyard.testing import RankFailure, Ranks, decorators, distributed_test
-from tokenyard.testing.failure import judge
-from tokenyard.testing.job import Ending, Outcome
+from tokenyard.testing.job import Ending, Outcome, judge
 from tokenyard.testing.pool import MOST_LEFT, Pools
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tokenyard.testing.compare import assert_close, assert_same_bits
 from tokenyard.testing.decorators import distributed_test
-from tokenyard.testing.failure import RankFailure
-from tokenyard.testing.job import Ranks
+from tokenyard.testing.job import RankFailure, Ranks
 from tokenyard.testing.poison import poisoned
 from tokenyard.testing.routings import ROUTINGS, payload, routing
 

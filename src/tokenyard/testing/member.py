@@ -31,19 +31,15 @@ class Member:
         # a pipe to the child by its type, as only those are handed on to forks of the server
         output = Connection(os.dup(self._output.fileno()), readable=False)
         given = rank, world_size, device, port, name, theirs, output, dict(os.environ)
-        self._process = forks().Process(target=worker.serve, args=given)
-        self._process.start()
+        self.process = forks().Process(target=worker.serve, args=given)
+        self.process.start()
         theirs.close()
         output.close()
 
     @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
-    @property
     def num_threads(self) -> int:
         try:
-            return len(os.listdir(f"/proc/{self._process.pid}/task"))
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
         except OSError:
             return 0
 
@@ -52,7 +48,7 @@ class Member:
         with suppress(EOFError, OSError):
             if self.pipe.poll() and self.pipe.recv_bytes() == worker.READY:
                 return
-        self.terminate()
+        self.process.terminate()
         raise RuntimeError(f"rank {self.rank} did not start:\n{self.stuck('').stack}")
 
     def send(self, job: Job) -> None:
@@ -65,8 +61,8 @@ class Member:
         try:
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self._process.join()
-            code = self._process.exitcode or 0
+            self.process.join()
+            code = self.process.exitcode or 0
             if code >= 0:
                 return Outcome(Ending.DIED, f"exited with code {code}")
             ending = Ending.DIED if code == -signal.SIGKILL else Ending.CRASHED
@@ -79,26 +75,18 @@ class Member:
         self._seen += len(data)
         return data.decode(errors="replace")
 
-    def signal(self, number: int) -> None:
-        """Send the worker a signal, unless it has gone."""
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, number)
-
-    def terminate(self) -> None:
-        """Have the worker print the stacks of its threads and end."""
-        self._process.terminate()
-
     def stuck(self, error: str) -> Outcome:
-        """Of a worker that was terminated inside its body; carries its stacks."""
-        self._process.join(DUMP_TIME)
+        """Of a worker that was terminated inside its body, so that it prints the stacks of its
+        threads and ends; carries them."""
+        self.process.join(DUMP_TIME)
         return Outcome(Ending.STUCK, error, _tidy(self.new_output()))
 
     def kill(self) -> None:
         """End the worker and everything it started, now."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.kill()  # it may not have had a session yet
-        self._process.join()
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()  # it may not have had a session yet
+        self.process.join()
         self.pipe.close()
         self._output.close()
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 
 import torch
 
 from tokenyard.launch import local_store
-from tokenyard.testing.failure import is_fine, judge
-from tokenyard.testing.job import Ending, Job, Outcome
+from tokenyard.testing.job import Ending, Job, Outcome, is_fine, judge
 from tokenyard.testing.member import Member
 from tokenyard.testing.worker import CAN_REST
 
@@ -51,10 +52,6 @@ class Pool:
                 member.check_joined()
 
     @property
-    def alive(self) -> bool:
-        return all(member.alive for member in self.members)
-
-    @property
     def crowded(self) -> bool:
         """Whether bodies have left many threads, beside those behind the first of them."""
         most = max(member.num_threads for member in self.members)
@@ -83,17 +80,20 @@ class Pool:
             for line in member.new_output().splitlines():
                 print(f"[rank {member.rank}] {line}")
         for member in waiting:
-            member.terminate()
+            member.process.terminate()
         return outcomes | {member.rank: member.stuck(overdue) for member in waiting}
 
     def rest(self) -> None:
         """Until :meth:`wake` workers cost nothing: gloo's threads poll 100 times a second."""
-        for member in self.members if self._can_rest else ():
-            member.signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
         for member in self.members if self._can_rest else ():
-            member.signal(signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it has gone
+                os.kill(member.process.pid or 0, number)
 
     def kill(self) -> None:
         for member in self.members:
@@ -139,7 +139,7 @@ class Pools:
 
     def _take(self, name: str, world_size: int, device: str) -> Pool:
         pool = self._pools.pop((name, device, world_size), None)
-        if pool is not None and pool.alive:
+        if pool is not None and all(member.process.is_alive() for member in pool.members):
             pool.wake()
             return pool
         if pool is not None:
