@@ -378,6 +378,7 @@ def test_tangents_are_not_lost_in_given_memory(ranks: Ranks) -> None:
             )
 
 
+@without_devices  # over NCCL others are told of fresh dispatches only
 @distributed_test(world_size=2)
 def test_a_rank_outside_of_the_level_ends_the_call_by_name(ranks: Ranks) -> None:
     """It cannot know that others move tangents, so the ranks disagree on the next call; the message
