@@ -26,10 +26,9 @@ from tokenyard.testing.interpreter_speed import SCALAR, Shape, shape_of, with_se
 Operator = Callable[..., Any]
 
 INTEGERS = {id(kind): kind for kind in (tl.int32, tl.int64)}
-BITS = {id(kind): kind for kind in (tl.int1, tl.int32, tl.int64)}
 PLAIN = {id(kind): kind for kind in (tl.int32, tl.int64, tl.float32)}
 NUMPY = {id(tl.int1): np.bool_, id(tl.int32): np.int32, id(tl.int64): np.int64}
-_BITS64 = (1 << 64) - 1
+_BOOL, _BITS64 = np.dtype(bool), (1 << 64) - 1
 
 
 def _tensor_of(handle: TensorHandle, kind: Any, shape: Shape) -> Any:
@@ -72,25 +71,6 @@ def _divided(a: Any, b: Any) -> Any:
     return (a - np.fmod(a, b)) // b
 
 
-def _plain(kind: Any, shape: Shape | None, *operands: Any) -> tuple[Shape | None, list[Any]]:
-    """What operands of an operation on ``kind`` are spread to, with ``shape``, and their numbers.
-    No shape: one of them is not plain."""
-    numbers = list[Any]()
-    for each in operands:
-        if type(each) is tl.core.tensor:
-            widened = kind is tl.int64 and each.dtype is tl.int32
-            if (each.dtype is not kind and not widened) or each.handle.attr:
-                return None, numbers
-            shape = shape and shape.beside(shape_of(each))
-            numbers.append(each.handle.data)
-        else:
-            number = number_of(each)
-            if number is None or id(kind) not in INTEGERS:
-                return None, numbers
-            numbers.append(_array_of(number, kind is tl.int64))
-    return shape, numbers
-
-
 def _binary(
     ufunc: Any, slow: Operator, kinds: dict[int, Any], compares: bool = False, swapped: bool = False
 ) -> Operator:
@@ -98,16 +78,46 @@ def _binary(
     larger one."""
 
     def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
-        kind = left.dtype
-        if kind is tl.int32 and type(right) is tl.core.tensor and right.dtype is tl.int64:
-            kind = tl.int64
-        if id(kind) not in kinds:
+        kind, mine = left.dtype, left.handle
+        if id(kind) not in kinds or mine.attr:
             return slow(left, right)
-        shape, numbers = _plain(kind, SCALAR, left, right)
-        if shape is None:
-            return slow(left, right)
-        data = ufunc(*reversed(numbers)) if swapped else ufunc(*numbers)
+        shape = shape_of(left)
+        if type(right) is tl.core.tensor:
+            other, theirs = right.dtype, right.handle
+            if theirs.attr:
+                return slow(left, right)
+            if other is not kind:
+                if id(kind) not in INTEGERS or id(other) not in INTEGERS:
+                    return slow(left, right)
+                kind = tl.int64
+            shape = shape.beside(shape_of(right))
+            if shape is None:
+                return slow(left, right)
+            number = theirs.data
+        else:
+            number = number_of(right)
+            if number is None or id(kind) not in INTEGERS:
+                return slow(left, right)
+            number = _array_of(number, kind is tl.int64)
+        data = ufunc(number, mine.data) if swapped else ufunc(mine.data, number)
         return wrapped(data, tl.int1, shape, kind) if compares else wrapped(data, kind, shape)
+
+    return operate
+
+
+def _bitwise(ufunc: Any, slow: Operator) -> Operator:
+    """Also of two truths."""
+    of_integers = _binary(ufunc, slow, INTEGERS)
+
+    def operate(left: Any, right: Any, _semantic: Any = None) -> Any:
+        if left.dtype is not tl.int1:
+            return of_integers(left, right)
+        if type(right) is tl.core.tensor and right.dtype is tl.int1:
+            a, b = left.handle.data, right.handle.data
+            shape = shape_of(left).beside(shape_of(right))
+            if a.dtype is _BOOL and b.dtype is _BOOL and shape is not None:
+                return wrapped(ufunc(a, b), tl.int1, shape, left.handle.dtype)
+        return slow(left, right)
 
     return operate
 
@@ -231,12 +241,21 @@ def _store(slow: Operator) -> Operator:
 
 def _where(slow: Operator) -> Operator:
     def where(semantic: Any, condition: Any, left: Any, right: Any) -> Any:
-        kind = left.dtype if type(left) is tl.core.tensor else getattr(right, "dtype", None)
-        if condition.dtype is tl.int1 and id(kind) in PLAIN:
-            shape, numbers = _plain(kind, shape_of(condition), left, right)
-            if shape is not None:
-                return wrapped(np.where(condition.handle.data, *numbers), kind, shape)
-        return slow(semantic, condition, left, right)
+        tensors = [each for each in (left, right) if type(each) is tl.core.tensor]
+        kind = tensors[0].dtype if tensors else None
+        if condition.dtype is not tl.int1 or id(kind) not in PLAIN:
+            return slow(semantic, condition, left, right)
+        shape, values = shape_of(condition), list[Any]()
+        for each in (left, right):
+            number = None if type(each) is tl.core.tensor else number_of(each)
+            if number is not None and id(kind) in INTEGERS:
+                values.append(_array_of(number, kind is tl.int64))
+            elif type(each) is tl.core.tensor and each.dtype is kind:
+                shape = shape and shape.beside(shape_of(each))
+                values.append(each.handle.data)
+        if shape is None or len(values) < 2:
+            return slow(semantic, condition, left, right)
+        return wrapped(np.where(condition.handle.data, *values), kind, shape)
 
     return where
 
@@ -256,9 +275,9 @@ OPERATORS: dict[str, Callable[[Operator], Operator]] = {
     "__ge__": lambda slow: _binary(np.greater_equal, slow, PLAIN, compares=True),
     "__eq__": lambda slow: _binary(np.equal, slow, PLAIN, compares=True),
     "__ne__": lambda slow: _binary(np.not_equal, slow, PLAIN, compares=True),
-    "__and__": lambda slow: _binary(np.bitwise_and, slow, BITS),
-    "__or__": lambda slow: _binary(np.bitwise_or, slow, BITS),
-    "__xor__": lambda slow: _binary(np.bitwise_xor, slow, BITS),
+    "__and__": lambda slow: _bitwise(np.bitwise_and, slow),
+    "__or__": lambda slow: _bitwise(np.bitwise_or, slow),
+    "__xor__": lambda slow: _bitwise(np.bitwise_xor, slow),
     "__getitem__": _index,
     "to": _to,
 }

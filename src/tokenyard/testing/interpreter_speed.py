@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 _BUILTIN_CODE = tl.core.debug_barrier.__code__
@@ -111,6 +112,22 @@ def _new_tensor(self: Any, handle: Any, kind: Any) -> None:
     self.numel, self.shape = known.constexpr_numel, known.of_tensor
 
 
+def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        return original(self, left, right)
+
+    return broadcast_impl_value
+
+
+def _to_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.core.tensor else original(self, x, check_type)
+
+    return to_tensor
+
+
 def _np_dtype(original: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
     known: dict[str, np.dtype] = {}
 
@@ -176,5 +193,7 @@ def install(replace: Callable[[Any, str, Any], None]) -> None:
     rewriter = upstream.FunctionRewriter
     replace(rewriter, "rewrite_ast", _rewriting(rewriter.rewrite_ast))
     replace(upstream, "_get_np_dtype", _np_dtype(upstream._get_np_dtype))
+    replace(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
     replace(tl.core.block_type, "__init__", _new_block_type)
     replace(tl.core.tensor, "__init__", _new_tensor)
+    replace(TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value))
