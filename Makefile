@@ -10,8 +10,8 @@ TORCH ?= torch==2.13.0
 demo: $(VENV)/.ready
 	$(BIN)/tokenyard demo $(ARGS)
 
-# So many workers: tests wait for each other, so three keep two cores busy; 0 runs all tests in one process (for --pdb and the like). Tests start many programs, so their bytecode is kept.
-WORKERS ?= 3
+# So many workers: tests wait for each other, so five keep two cores busy; 0 runs all tests in one process (for --pdb and the like). Tests start many programs, so their bytecode is kept.
+WORKERS ?= 5
 test: $(VENV)/.frameworks
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
