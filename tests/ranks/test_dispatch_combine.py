@@ -389,3 +389,15 @@ def test_random_configurations(ranks: Ranks, part: int) -> None:
         with case.make(ranks) as ep, poisoned():
             check_received(recv := dispatch(ranks, ep, case), case, ranks.rank)
             combine_all_ways(ranks, ep, recv, case)
+
+
+@distributed_test(world_size=2)
+def test_a_profiler_sees_calls_and_what_a_dispatch_waits_for(ranks: Ranks) -> None:
+    case = Case(ranks.world_size)
+    with case.make(ranks) as ep, torch.profiler.profile() as seen:
+        recv = dispatch(ranks, ep, case)
+        ep.combine(recv.x, recv.handle)
+    begun = sorted((each.start_ns(), each.name()) for each in seen.profiler.kineto_results.events())
+    names = [name.removeprefix("tokenyard.") for _, name in begun if name.startswith("tokenyard.")]
+    phases = [f"dispatch.{each}" for each in ("plan", "pack", "counts", "rows", "place")]
+    assert names == ["dispatch", *phases, "combine"]

@@ -123,28 +123,34 @@ class CollectiveEngine(Engine):
             fingerprint = self._fingerprint(
                 CallKind(DISPATCH, sent, spec, mode, weights is not None)
             )
-            left = work.leave(read, fingerprint if told else None)
-            headers = None if left.headers is None else self._swap(left.headers, fingerprint)
-            send, returns = work.pack(read, left)
-            everybody: Any = headers().numpy() if headers else None
-            sends, spans, sources = self._counts(work, left, everybody, spec)
-            recv = self._received(row, spans, spec, device)
-            if told and not spec.exact:
-                row.vacate(recv)
-            num_rows = sum(spans.send_counts) if spec.exact else send.shape[0]
-            self._rows.move(send[:num_rows], recv, spans, "dispatch", fingerprint.call)()
-            route, hops, experts, came = left.route[:num_rows].data, list[int](), list[int](), None
-            if self._hierarchy is not None:
-                hop = self._hierarchy.plan(row.topk_idx(recv), sources, spec)
-                recv = self._hierarchy.forward(row, recv, hop, "dispatch", fingerprint.call)
-                route, hops = self._hierarchy.packed(route, spans, hop)
-            if everybody is not None:
-                came = self._transport.headers.to(device)
-                local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
-                experts = np.add.reduce(everybody[:, local], 0).tolist()
-            out, placement, arrived = work.arrive(read, recv, came, experts)
-            hops += experts if spec.exact else []
-            splits = self._splits(sends, sources, everybody, spec, hops)
+            with span("tokenyard.dispatch.plan"):
+                left = work.leave(read, fingerprint if told else None)
+                headers = None if left.headers is None else self._swap(left.headers, fingerprint)
+            with span("tokenyard.dispatch.pack"):
+                send, returns = work.pack(read, left)
+            with span("tokenyard.dispatch.counts"):
+                everybody: Any = headers().numpy() if headers else None
+                sends, spans, sources = self._counts(work, left, everybody, spec)
+            with span("tokenyard.dispatch.rows"):
+                recv = self._received(row, spans, spec, device)
+                if told and not spec.exact:
+                    row.vacate(recv)
+                num_rows = sum(spans.send_counts) if spec.exact else send.shape[0]
+                self._rows.move(send[:num_rows], recv, spans, "dispatch", fingerprint.call)()
+                route, hops = left.route[:num_rows].data, list[int]()
+                if self._hierarchy is not None:
+                    hop = self._hierarchy.plan(row.topk_idx(recv), sources, spec)
+                    recv = self._hierarchy.forward(row, recv, hop, "dispatch", fingerprint.call)
+                    route, hops = self._hierarchy.packed(route, spans, hop)
+            with span("tokenyard.dispatch.place"):
+                experts, came = list[int](), None
+                if everybody is not None:
+                    came = self._transport.headers.to(device)
+                    local = slice(head.COUNTS, head.COUNTS + self.config.num_local_experts)
+                    experts = np.add.reduce(everybody[:, local], 0).tolist()
+                out, placement, arrived = work.arrive(read, recv, came, experts)
+                hops += experts if spec.exact else []
+                splits = self._splits(sends, sources, everybody, spec, hops)
             return out, Plan(splits, route, returns, *placement, left.first_pick), arrived
 
     def redispatch(self, given: CachedArguments) -> Payload:
