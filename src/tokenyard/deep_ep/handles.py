@@ -68,7 +68,8 @@ class KeptHandle:
 
 
 class LazyTuple(KeptHandle, tuple[Any, ...]):
-    """A tuple whose items are made when they are read. C code that does not ask finds None."""
+    """A tuple whose items are made when they are read. C code that does not ask finds none (Dynamo
+    would take any that it finds for what is read)."""
 
     makers: ClassVar[tuple[Callable[[Any], Any], ...]]
     wanted = "the tuple that {} returned, or one of its items in the memory they were returned in"
@@ -78,7 +79,7 @@ class LazyTuple(KeptHandle, tuple[Any, ...]):
     @classmethod
     def around(cls, ep: ExpertParallel, native: Handle, **rest: Any) -> Any:
         """``rest``: attributes of this kind."""
-        handle = tuple.__new__(cls, (None,) * len(cls.makers))
+        handle = tuple.__new__(cls, ())
         handle.ep, handle.native = ep, native
         vars(handle).update(rest)
         return handle

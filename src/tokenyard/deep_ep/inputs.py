@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,16 @@ REFUSED = (ValueError, TypeError, NotSupported)
 Guess = tuple[Any, Any, Any, Any, Any]
 """Sizes of a native object (``natives.py``), as far as they can be told; None for the rest."""
 
-Asked = SimpleNamespace
-"""The arguments of a call, by name, as given."""
+
+class Asked:
+    """The arguments of a call, by name, as given. (Dynamo does not know ``SimpleNamespace``.)"""
+
+    def __init__(self, /, **given: Any) -> None:
+        self.__dict__.update(given)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class _Any:
