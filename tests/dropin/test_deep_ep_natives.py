@@ -19,6 +19,7 @@ from tokenyard.api import BESIDE_COLLECTIVES
 from tokenyard.deep_ep import natives, normal
 from tokenyard.deep_ep.decode import LowLatencyState, size_hint
 from tokenyard.deep_ep.handles import NormalHandle
+from tokenyard.deep_ep.inputs import Asked
 from tokenyard.header import CACHED, COMBINE, DISPATCH
 
 CPU = torch.device("cpu")
@@ -247,7 +248,7 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
         (x, (None, 0), bare, True),
     ]
     for rows, (picks, worst), ep, waits in cases:
-        asked = SimpleNamespace(
+        asked = Asked(
             x=rows,
             handle=None,
             num_tokens_per_expert=experts,
@@ -261,7 +262,7 @@ def test_what_a_refusal_tells(make: Callable[..., Any]) -> None:
         ep.told.clear()
     known.last_normal = static
     assert (
-        normal.refused(known, error, SimpleNamespace(handle=object()))
+        normal.refused(known, error, Asked(handle=object()))
         is known.refused_with(error, None, NormalHandle, COMBINE)
         is error
     )

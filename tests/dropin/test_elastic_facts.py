@@ -22,6 +22,7 @@ from tokenyard.deep_ep.elastic import ElasticBuffer
 from tokenyard.deep_ep.elastic_facts import Domains
 from tokenyard.deep_ep.ep_buffer import EPBuffer
 from tokenyard.deep_ep.events import EventHandle, EventOverlap
+from tokenyard.deep_ep.inputs import Asked
 from tokenyard.deep_ep.natives import TIMEOUT_VARIABLE
 from tokenyard.engines import failures
 from tokenyard.testing import Ranks, distributed_test
@@ -356,7 +357,7 @@ class Point(EventHandle):
 
 
 def check_when(previous: Any, before: Any, later: Any, allocate: Any) -> tuple[bool, Any]:
-    asked = SimpleNamespace(
+    asked = Asked(
         previous_event=previous,
         previous_event_before_epilogue=before,
         async_with_compute_stream=later,

@@ -52,6 +52,7 @@ def nvshmem_fence(_semantic=None):
 def _nvshmem(
     account, mine, rank, there, here, num_bytes, counter, count, SET: tl.constexpr = False
 ):
+    """By NVSHMEM: bytes of this rank's region to another's, then its counter there."""
     add_release(account, num_bytes, None)  # what the program has stored, the network reads
     nvshmem_fence()
     nvshmem_put_signal(
